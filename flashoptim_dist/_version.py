@@ -1,0 +1,3 @@
+"""The version, defined here and nowhere else: the build reads it without importing the package."""
+
+__version__ = "0.1.0"
