@@ -1,0 +1,15 @@
+"""Fixtures for all tests. The pools of ranks themselves are in `tests/pool.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.pool import close_pools
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _pools_end_with_the_session() -> Iterator[None]:
+    yield
+    close_pools()
