@@ -1,0 +1,89 @@
+"""The state of one parameter: its entries, their names on disk, shapes and dtypes, and how they are made.
+
+Entries are plain tensors or DTensors (whenever the parameter is one) under the names they have on disk. Nothing here depends
+on device or backend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashoptim_dist.formats import correction_dtype
+from flashoptim_dist.sharding import ShardLayout, like_parameter, local_tensor
+
+STEP = "step"
+ERROR_BITS = "error_bits"
+SCALE_SUFFIX = "_scale"
+
+
+@dataclass(frozen=True)
+class MomentSpec:
+    """A moment an optimizer keeps: its name on disk, and whether it is signed (momentum) or not (variance)."""
+
+    name: str
+    signed: bool
+
+    @property
+    def scale_name(self) -> str:
+        """Name of its scales on disk."""
+        return self.name + SCALE_SUFFIX
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """dtype of its codes."""
+        return torch.int8 if self.signed else torch.uint8
+
+
+@dataclass(frozen=True)
+class EntrySpec:
+    """dtype and global and local shape of one state entry."""
+
+    dtype: torch.dtype
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+
+
+def entry_specs(
+    layout: ShardLayout, moments: tuple[MomentSpec, ...], *, quantize: bool, correction_bits: int
+) -> dict[str, EntrySpec]:
+    """Return the tensor entries of a parameter's state (all but ``step``), by name on disk."""
+    specs: dict[str, EntrySpec] = {}
+    compressed = quantize and layout.quantized
+    for moment in moments:
+        dtype = moment.code_dtype if compressed else torch.float32
+        specs[moment.name] = EntrySpec(dtype, layout.global_shape, layout.local_shape)
+        if compressed:
+            specs[moment.scale_name] = EntrySpec(torch.bfloat16, layout.scale_global_shape, layout.scale_local_shape)
+    if correction_bits:
+        specs[ERROR_BITS] = EntrySpec(correction_dtype(correction_bits), layout.global_shape, layout.local_shape)
+    return specs
+
+
+def new_entry(spec: EntrySpec, parameter: Tensor) -> Tensor:
+    """Return a zero entry on the device of the parameter's local tensor, a DTensor whenever the parameter is one."""
+    local = torch.zeros(spec.local_shape, dtype=spec.dtype, device=local_tensor(parameter).device)
+    return like_parameter(local, parameter, spec.global_shape)
+
+
+def new_step(parameter: Tensor) -> Tensor:
+    """Return a step counter at 0: fp32 and 0-dim, as torch's optimizers keep it, beside the parameter's local tensor."""
+    return torch.zeros((), dtype=torch.float32, device=local_tensor(parameter).device)
+
+
+def new_state(specs: Mapping[str, EntrySpec], parameter: Tensor) -> dict[str, Any]:
+    """Return the state before any step: all zero, which decodes to zero moments and to the 16-bit weights themselves."""
+    state: dict[str, Any] = {STEP: new_step(parameter)}
+    for name, spec in specs.items():
+        state[name] = new_entry(spec, parameter)
+    return state
+
+
+def bytes_per_entry(specs: Mapping[str, EntrySpec]) -> dict[str, int]:
+    """Return the local bytes of each entry."""
+    return {name: math.prod(spec.local_shape) * spec.dtype.itemsize for name, spec in specs.items()}
