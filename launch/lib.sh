@@ -145,9 +145,21 @@ install_key() {
     cat "$ROOT"/{pyproject.toml,setup.py,flashoptim_dist/_version.py,launch/lib.sh} | cksum
 }
 
-# Makes .venv hold the project, editable, with the given extras ("recipes", or "dev,recipes"), and does nothing if it
-# does already. An installed torch is kept if it is new enough; otherwise the CPU build comes first, before anything
-# that depends on torch, or, with a GPU, whatever pyproject.toml lets pip choose.
+# Installs the project, editable, with its extras. An installed torch is kept if it is new enough; otherwise the CPU
+# build comes first, before anything that depends on torch, or, with a GPU, whatever pyproject.toml lets pip choose.
+fill_venv() {
+    make_venv "$1"
+    if [[ $1 == cpu ]] && ! installed 'torch>=2.11'; then pip_install "torch==$CPU_TORCH"; fi
+    # The build runs in .venv, not in an isolated environment: that would need the index at every install.
+    installed 'setuptools>=77' || pip_install 'setuptools>=77'
+    pip_install --no-build-isolation --editable "${ROOT}[$2]"
+}
+
+imports() {
+    (cd / && "$VENV_PYTHON" -c 'import torch, flashoptim_dist, flashoptim_dist.kernels')
+}
+
+# Makes .venv hold the project with the given extras ("recipes", or "dev,recipes"); does nothing if it does already.
 install_project() {
     local extras=$1 stamp=$VENV/.installed-$1 machine=cpu
     [[ -w $ROOT ]] || die "cannot write to $ROOT: clone the repository to a folder you may write to"
@@ -157,15 +169,15 @@ install_project() {
         flock -n 9 || { say "waiting for another install in $ROOT" && flock 9; }
     fi
     if [[ ! -x $VENV_PYTHON || ! -f $stamp || $(<"$stamp") != "$(install_key "$extras")" ]]; then
+        say "installing flashoptim_dist with $extras in $VENV; the first time takes minutes"
         if has_gpu; then machine=gpu; fi
-        make_venv "$machine"
-        say "installing flashoptim_dist with $extras; the first time takes minutes"
-        if [[ $machine == cpu ]] && ! installed 'torch>=2.11'; then pip_install "torch==$CPU_TORCH"; fi
-        # The build runs in .venv, not in an isolated environment: that would need the index at every install.
-        installed 'setuptools>=77' || pip_install 'setuptools>=77'
-        pip_install --no-build-isolation --editable "${ROOT}[$extras]"
-        (cd / && "$VENV_PYTHON" -c 'import torch, flashoptim_dist, flashoptim_dist.kernels') ||
-            die "the install in $VENV does not import: see above. Remove $VENV and run again"
+        fill_venv "$machine" "$extras"
+        if ! imports && [[ -e $VENV_MARK ]]; then
+            say "$VENV is damaged: making it anew"
+            rm -rf "$VENV" || die "cannot remove $VENV"
+            fill_venv "$machine" "$extras"
+        fi
+        imports || die "the install in $VENV does not import: see above. Remove $VENV and run again"
         install_key "$extras" >"$stamp" || die "cannot write $stamp"
     fi
     if command -v flock >/dev/null; then exec 9<&-; fi
