@@ -1,8 +1,8 @@
 """Groups: which elements of a tensor share a scale, decided from the global shape alone.
 
-A row is the last dimension, or, where that is shorter than a group (convolutions), all dimensions after the first. A group
-is 32 consecutive elements of one row of the global tensor; the row's last group may be partial. Groups never cross a row,
-so any sharding of the other dimensions sees the same groups.
+A row is the last dimension, or, where that is shorter than a group (convolutions), all dimensions after the first. A
+group is 32 consecutive elements of one row of the global tensor; the row's last group may be partial. Groups never
+cross a row, so any sharding of the other dimensions sees the same groups.
 """
 
 from __future__ import annotations

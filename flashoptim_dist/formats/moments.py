@@ -5,10 +5,11 @@ Momentum (signed; Adam's m, Lion, SGD): s = largest finite |m| of the group, rou
 Variance (Adam's v): s = largest finite sqrt(v) of the group, rounded up to bf16;
     code = R(255 sqrt(sqrt(v)/s)), uint8, and at least 3 wherever v > 0;  decode: sqrt(v) = s (code/255)^2.
 
-These are companding functions in the sense of FlashOptim (arXiv 2602.23349, Algorithms 2 and 3) with other curves: finer
-near zero, where the small members of a group live. R is in ``rounding``. Encoding and decoding use the same stored scale; the
-largest code decodes to exactly the scale. An all-zero group has scale 0 and codes 0. An Inf or NaN element is left out of the
-scale, so it hurts itself only: an Inf becomes the largest code, a NaN momentum 0, a NaN variance 255.
+These are companding functions in the sense of FlashOptim (arXiv 2602.23349, Algorithms 2 and 3) with other curves:
+finer near zero, where the small members of a group live. R is in ``rounding``. Encoding and decoding use the same
+stored scale; the largest code decodes to exactly the scale. An all-zero group has scale 0 and codes 0. An Inf or NaN
+element is left out of the scale, so it hurts itself only: an Inf becomes the largest code, a NaN momentum 0, a NaN
+variance 255.
 
 All functions work on groups: tensors [..., 32] with scales [...].
 """

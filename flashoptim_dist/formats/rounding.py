@@ -1,17 +1,17 @@
 """Rounding of codes: nearest, or by a dither that depends on (seed, parameter, global element index, step) alone.
 
-Stochastic rounding adds noise, uniform over one unit, before rounding down, so that the expected code is the exact value
-and a moving average never stalls. The noise of one element is a *rotated dither*: a hash of its index, advanced by a golden-
-ratio step every optimizer step, so that over the steps of one element the noise is spread more evenly than fresh random
-bits would be (0.7 of their error). Because only the global index enters, the bits do not depend on the world size or the
-placement, and replicas stay identical.
+Stochastic rounding adds noise, uniform over one unit, before rounding down, so that the expected code is the exact
+value and a moving average never stalls. The noise of one element is a *rotated dither*: a hash of its index, advanced
+by a golden-ratio step every optimizer step, so that over the steps of one element the noise is spread more evenly
+than fresh random bits would be (0.7 of their error). Because only the global index enters, the bits do not depend on
+the world size or the placement, and replicas stay identical.
 
 One 32-bit word per element holds three disjoint fields: bits 0-7 for the weight, 8-15 for the momentum, 16-31 for the
-variance. One 32-bit addition of ``step * ROTATION`` advances all three: the low 8, 16 and 32 bits of ROTATION are each odd
-and near the golden ratio of their range, so each field sees a golden-ratio sequence of its own.
+variance. One 32-bit addition of ``step * ROTATION`` advances all three: the low 8, 16 and 32 bits of ROTATION are
+each odd and near the golden ratio of their range, so each field sees a golden-ratio sequence of its own.
 
-All words live in int32 tensors with wrap-around arithmetic. Indices enter modulo 2**32: elements 2**32 apart share noise,
-which harms nothing.
+All words live in int32 tensors with wrap-around arithmetic. Indices enter modulo 2**32: elements 2**32 apart share
+noise, which harms nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WEIGHT_NOISE_BITS = 8
 MOMENTUM_NOISE_BITS = 8
 VARIANCE_NOISE_BITS = 16
 VARIANCE_FRACTION_BITS = 15
-"""A variance code below 256 with 15 fraction bits is what an fp32 mantissa holds; the 16th noise bit breaks its ties."""
+"""What an fp32 mantissa holds beside a code below 256; the 16th noise bit decides between two such fractions."""
 
 _MASK32 = 0xFFFFFFFF
 _WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")

@@ -31,7 +31,7 @@ MASTER_WEIGHT_BITS: tuple[int | None, ...] = (24, 32, None)
 
 @dataclass(frozen=True)
 class FormatSpec:
-    """What a reader must know to interpret saved state: format, version, group size and the choices of the optimizer."""
+    """What a reader must know to interpret saved state: the format and the choices of the optimizer."""
 
     optimizer: str
     master_weight_bits: int | None

@@ -1,4 +1,4 @@
-"""Weight split: an fp32 master weight as a 16-bit weight and an integer correction, by integer arithmetic on bit patterns.
+"""Weight split: an fp32 master weight as a 16-bit weight and an integer correction, in integer arithmetic.
 
 With the 31 magnitude bits M of the fp32 value and the sign apart, and b correction bits (8 or 16):
 
@@ -6,13 +6,14 @@ With the 31 magnitude bits M of the fp32 value and the sign apart, and b correct
     t = (T + 2**(b-1)) >> b        magnitude bits of the bf16 weight: the nearest one, ties away from zero
     c = T - (t << b)               the correction, in [-2**(b-1), 2**(b-1) - 1]
 
-Decoding is a shift and an addition. The scheme is the ULP-scaled correction of FlashOptim (arXiv 2602.23349, Algorithm 1)
-written in integers: no float arithmetic, hence exact and the identity on re-encoding for every value, zero of either sign,
-subnormals, ties and binade edges included. 16 + b bits of the fp32 pattern survive; b = 16 is lossless.
+Decoding is a shift and an addition. The scheme is the ULP-scaled correction of FlashOptim (arXiv 2602.23349,
+Algorithm 1) written in integers: no float arithmetic, hence exact and the identity on re-encoding for every value,
+zero of either sign, subnormals, ties and binade edges included. 16 + b bits of the fp32 pattern survive; b = 16 is
+lossless.
 
 fp16 weights use the fp16 pattern extended by b mantissa bits in the same way (exponents rebiased, fp16 subnormals as
-multiples of 2**(-24-b)). A finite value saturates below Inf; a non-finite weight has correction 0; where a stale negative
-correction lies under a zero weight, the decoded magnitude is 0.
+multiples of 2**(-24-b)). A finite value saturates below Inf; a non-finite weight has correction 0; where a stale
+negative correction lies under a zero weight, the decoded magnitude is 0.
 """
 
 from __future__ import annotations

@@ -16,17 +16,18 @@ from flashoptim_dist.optim.state import MomentSpec
 class FlashAdamW(FlashOptimizer):
     """AdamW with a 24-bit split master weight and 8-bit moments: 5.125 bytes per parameter beside the gradient.
 
-    A drop-in for ``torch.optim.AdamW`` on plain tensors and DTensors (FSDP2, tensor and expert parallel), mixed at will.
+    A drop-in for ``torch.optim.AdamW`` on plain tensors and DTensors (FSDP2, tensor and expert parallel), mixed at
+    will.
 
     Args:
-        params: parameters, (name, parameter) pairs, or groups. With names, results do not depend on the order of parameters
-            and checkpoints match by name: ``FlashAdamW(model.named_parameters())``.
+        params: parameters, (name, parameter) pairs, or groups. With names, results do not depend on the order of
+            parameters and checkpoints match by name: ``FlashAdamW(model.named_parameters())``.
         lr: learning rate (float or 0-dim tensor).
         betas: decay rates of momentum and variance.
         eps: added to the denominator.
         weight_decay: decoupled weight decay (the weight is multiplied by 1 - lr * weight_decay).
-        master_weight_bits: 24 (int8 correction) or 32 (int16) for bf16 and fp16 parameters; None keeps the 16-bit weight alone.
-            fp32 parameters need no correction and get none.
+        master_weight_bits: 24 (int8 correction) or 32 (int16) for bf16 and fp16 parameters; None keeps the 16-bit
+            weight alone. fp32 parameters need no correction and get none.
         quantize: False keeps moments in fp32, whatever the parameter's dtype.
         rounding: "stochastic" (unbiased; moving averages never stall) or "nearest".
         seed: of the stochastic rounding; results depend on it, never on the world size.

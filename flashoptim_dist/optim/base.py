@@ -1,4 +1,6 @@
-"""The optimizer base: options, state, detection of changed weights, and the step's bookkeeping; the arithmetic is elsewhere."""
+"""The optimizer base: options, state, detection of changed weights, and the step's bookkeeping; the arithmetic is
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,10 @@ class ParameterRecord:
 class FlashOptimizer(torch.optim.Optimizer):
     """Base of the optimizers whose state is compressed; use a subclass.
 
-    State per parameter, under the names it has on disk, DTensors whenever the parameter is one: ``step`` (0-dim fp32), each
-    moment (int8 or uint8 codes, with bf16 ``<moment>_scale`` per group of 32; fp32 without scales for parameters of fewer
-    than 2 dimensions or rows under 32), and ``error_bits`` (int8 or int16 correction of a 16-bit weight).
+    State per parameter, under the names it has on disk, DTensors whenever the parameter is one: ``step`` (0-dim
+    fp32), each moment (int8 or uint8 codes, with bf16 ``<moment>_scale`` per group of 32; fp32 without scales for
+    parameters of fewer than 2 dimensions or rows under 32), and ``error_bits`` (int8 or int16 correction of a 16-bit
+    weight).
     """
 
     moment_specs: ClassVar[tuple[MomentSpec, ...]] = ()
@@ -63,7 +66,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         rounding: Rounding,
         seed: int,
     ) -> None:
-        self._options = {
+        self._options: dict[str, Any] = {
             "master_weight_bits": master_weight_bits,
             "quantize": quantize,
             "rounding": rounding,
@@ -176,8 +179,9 @@ class FlashOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch's optimizers do; once any parameter has state, all trainable ones are included.
 
-        A parameter that never had a gradient is saved with zero state and step 0, so that a checkpoint always matches the
-        template a fresh optimizer gives. A never-stepped optimizer has an empty state. All tensors are the live ones.
+        A parameter that never had a gradient is saved with zero state and step 0, so that a checkpoint always matches
+        the template a fresh optimizer gives. A never-stepped optimizer has an empty state. All tensors are the live
+        ones.
         """
         if self.state:
             self.init_state()
@@ -186,8 +190,8 @@ class FlashOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of this optimizer, bit for bit, or one of torch's, quantized on the way in.
 
-        Parameters are matched by name where both sides have names, else by order. Correction bits that come with the state
-        are kept until the first step, whatever is loaded into the weights in between.
+        Parameters are matched by name where both sides have names, else by order. Correction bits that come with the
+        state are kept until the first step, whatever is loaded into the weights in between.
 
         Raises:
             ValueError: other groups or parameters, shapes or formats, with the parameter named.
@@ -204,10 +208,11 @@ class FlashOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "_options": self._options}
 
     def reset_corrections(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Zero the correction bits of some parameters (default: all), after weights changed behind the optimizer's back.
+        """Zero the correction bits of some parameters (default: all), after weights changed behind the optimizer's
+        back.
 
-        ``step`` does so by itself where torch leaves a trace of the change (``load_state_dict``, ``copy_``); writes through
-        ``.data``, foreach operations and collectives leave none.
+        ``step`` does so by itself where torch leaves a trace of the change (``load_state_dict``, ``copy_``); writes
+        through ``.data``, foreach operations and collectives leave none.
         """
         chosen = None if parameters is None else set(parameters)
         for parameter, state in self.state.items():
@@ -258,9 +263,9 @@ class FlashOptimizer(torch.optim.Optimizer):
     def _is_template_step(self) -> bool:
         """Create missing state; say whether this step only asks for that.
 
-        torch's ``get_optimizer_state_dict`` and torchtitan make a template of a fresh optimizer by a step with zero gradients
-        and lr = 0. Such a step creates the state and is not counted, so that asking changes nothing. Looked at only when
-        no state exists yet; a first step with lr = 0 and live gradients is a real one.
+        torch's ``get_optimizer_state_dict`` and torchtitan make a template of a fresh optimizer by a step with zero
+        gradients and lr = 0. Such a step creates the state and is not counted, so that asking changes nothing. Looked
+        at only when no state exists yet; a first step with lr = 0 and live gradients is a real one.
         """
         fresh = not self.state
         for parameter, _, _, _ in self._named():

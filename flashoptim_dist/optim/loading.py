@@ -1,11 +1,12 @@
 """Loading optimizer state: matching by name or order, and entries into the form that the parameter needs.
 
-``torch.optim.Optimizer.load_state_dict`` casts every tensor to the parameter's dtype, int8 codes included, and cannot be told
-otherwise; so the load is done here, hooks and checks of torch's kept.
+``torch.optim.Optimizer.load_state_dict`` casts every tensor to the parameter's dtype, int8 codes included, and cannot
+be told otherwise; so the load is done here, hooks and checks of torch's kept.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -58,12 +59,10 @@ def load_state(optimizer: FlashOptimizer, state_dict: Mapping[str, Any]) -> None
         else:
             merged.pop("param_names", None)
         groups.append(merged)
-    optimizer.__setstate__(
-        {"state": optimizer.state.__class__(optimizer.state.default_factory, state), "param_groups": groups}
-    )
+    optimizer.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
     optimizer._forget_weights()
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        hook(optimizer)
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
 
 
 def _check_groups(optimizer: FlashOptimizer, saved_groups: list[dict[str, Any]]) -> None:
@@ -81,8 +80,8 @@ def _check_groups(optimizer: FlashOptimizer, saved_groups: list[dict[str, Any]])
 def _match(optimizer: FlashOptimizer, saved_groups: list[dict[str, Any]]) -> dict[Tensor, Any]:
     """Return the saved id of each parameter: by name where both sides have names, else by order.
 
-    Ids that are strings are names that torch's checkpoint helpers put there in live order; ``param_names`` beside them is in saved
-    order and must not be read.
+    Ids that are strings are names that torch's checkpoint helpers put there in live order; ``param_names`` beside
+    them is in saved order and must not be read.
     """
     live = [(parameter, name) for parameter, name, _, _ in optimizer._named()]
     saved_ids = [saved_id for group in saved_groups for saved_id in group["params"]]
@@ -108,8 +107,8 @@ def _load_parameter(
     for moment in moments:
         if moment.name not in saved:
             raise ValueError(
-                f"the state of parameter {record.name!r} has no {moment.name!r} (it has {sorted(saved)}); it was saved by another "
-                "kind of optimizer"
+                f"the state of parameter {record.name!r} has no {moment.name!r} (it has {sorted(saved)}); it "
+                "was saved by another kind of optimizer"
             )
         codes = _placed(saved[moment.name], parameter, record, moment.name)
         scale = saved.get(moment.scale_name)
@@ -140,8 +139,8 @@ def _put(state: dict[str, Any], name: str, local: Tensor, parameter: Tensor, rec
     target = new_entry(spec, parameter)
     if local.dtype != spec.dtype and (local.dtype.is_floating_point != spec.dtype.is_floating_point):
         raise ValueError(
-            f"{name!r} of parameter {record.name!r} was saved as {local.dtype}, which cannot be read as {spec.dtype}: it is of "
-            "another number format"
+            f"{name!r} of parameter {record.name!r} was saved as {local.dtype}, unreadable as {spec.dtype}: it is "
+            "of another number format"
         )
     local_tensor(target).copy_(local)
     state[name] = target
@@ -172,7 +171,10 @@ def _placed(value: Any, parameter: Tensor, record: ParameterRecord, name: str) -
 
 
 def _shape_message(name: str, record: ParameterRecord, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
-    return f"{name!r} of parameter {record.name!r} has shape {found} in the state and needs {tuple(wanted)}; it is of another model"
+    return (
+        f"{name!r} of parameter {record.name!r} has shape {found} in the state and needs {tuple(wanted)}; it is of "
+        "another model"
+    )
 
 
 def _quantize(values: Tensor, layout: ShardLayout, moment: MomentSpec) -> tuple[Tensor, Tensor]:

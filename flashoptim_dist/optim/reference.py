@@ -1,8 +1,8 @@
 """The step in pure torch, on any device: decode, update, encode, in chunks so that temporary memory stays bounded.
 
-This is the definition of the step; the Triton kernels are tested against it. Elements are processed as rows of groups (see
-``formats.groups``); every operation is element-wise or a maximum over one group, so the bits do not depend on how a tensor
-is cut into shards or chunks.
+This is the definition of the step; the Triton kernels are tested against it. Elements are processed as rows of groups
+(see ``formats.groups``); every operation is element-wise or a maximum over one group, so the bits do not depend on
+how a tensor is cut into shards or chunks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from flashoptim_dist.optim.rules import contain_overflow
 from flashoptim_dist.sharding import ShardLayout
 
 CHUNK_ELEMENTS = 1 << 18
-"""Elements per chunk: about 20 fp32 temporaries of 1 MiB stay in a core's cache; smaller chunks pay torch's call overhead."""
+"""Elements per chunk: about 20 fp32 temporaries of 1 MiB stay in a core's cache; smaller chunks pay torch's call
+overhead.
+"""
 
 Rule = Callable[[Tensor, Tensor, tuple[Tensor, ...], Any], tuple[Tensor, tuple[Tensor, ...]]]
 
@@ -47,7 +49,9 @@ class MomentTensors:
 
 @dataclass
 class ParameterStep:
-    """All that the step of one parameter on this rank needs; tensors are local, ``gradient_factor`` scales the gradient."""
+    """All that the step of one parameter on this rank needs; tensors are local, ``gradient_factor`` scales the
+    gradient.
+    """
 
     layout: ShardLayout
     weight: Tensor
@@ -78,7 +82,8 @@ def step_parameter(task: ParameterStep, rule: Rule, chunk_elements: int = CHUNK_
             task, rule, chunk_elements, task.weight.view(rows, length), task.gradient.view(rows, length), 0, starts
         )
         return
-    # Strided tensors (channels_last, a column shard) go through contiguous copies, one slice of the first dimension at a time.
+    # Strided tensors (channels_last, a column shard) go through contiguous copies, one slice of the first dimension
+    # at a time.
     per_slice = rows // task.layout.local_shape[0]
     slices = max(1, chunk_elements // (per_slice * length))
     for first in range(0, task.layout.local_shape[0], slices):
@@ -99,7 +104,8 @@ class _RowStarts:
         self.table = None if self.base is not None else layout.row_starts(device)
 
     def __getitem__(self, rows: Tensor) -> Tensor:
-        if self.table is not None:
+        if self.base is None:
+            assert self.table is not None
             return self.table[rows]
         return rows * self.length + self.base
 

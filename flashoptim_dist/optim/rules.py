@@ -1,7 +1,8 @@
-"""The update rules: pure fp32 functions of weight, gradient and moments. One definition each; the Triton kernels restate them.
+"""The update rules: pure fp32 functions of weight, gradient and moments. One definition each; the Triton kernels
+restate them.
 
-A rule gets tensors of one shape and the scalars of one parameter as plain floats, and returns new tensors. It knows nothing of
-formats, sharding or devices.
+A rule gets tensors of one shape and the scalars of one parameter as plain floats, and returns new tensors. It knows
+nothing of formats, sharding or devices.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 class AdamScalars:
     """Scalars of one Adam or AdamW step of one parameter.
 
-    ``decay``: factor on the weight (decoupled decay; 1 - lr * weight_decay). ``l2``: weight decay added to the gradient.
-    ``step_size``: lr / (1 - beta1**step). ``correction2``: sqrt(1 - beta2**step).
+    ``decay``: factor on the weight (decoupled decay; 1 - lr * weight_decay). ``l2``: weight decay added to the
+    gradient. ``step_size``: lr / (1 - beta1**step). ``correction2``: sqrt(1 - beta2**step).
     """
 
     beta1: float
@@ -48,9 +49,11 @@ def adam_scalars(
 def adam_update(
     weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: AdamScalars
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """One step of Adam (Kingma and Ba, arXiv 1412.6980) with L2 decay, or of AdamW (Loshchilov and Hutter, arXiv 1711.05101).
+    """One step of Adam (Kingma and Ba, arXiv 1412.6980) with L2 decay, or of AdamW (Loshchilov and Hutter, arXiv
+    1711.05101).
 
-    Written without fused multiply-adds (lerp, addcmul, addcdiv), whose vector tails would make bits depend on the shard.
+    Written without fused multiply-adds (lerp, addcmul, addcdiv), whose vector tails would make bits depend on the
+    shard.
     """
     momentum, variance = moments
     if scalars.l2:
@@ -67,8 +70,8 @@ def adam_update(
 def contain_overflow(moments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Drop the momentum of elements whose variance overflowed fp32 (a gradient beyond 1e19), before they are encoded.
 
-    Encoded, such a variance becomes the largest of its group; the momentum over it would make the element explode. Exact Adam
-    freezes the element instead, and so does this.
+    Encoded, such a variance becomes the largest of its group; the momentum over it would make the element explode.
+    Exact Adam freezes the element instead, and so does this.
     """
     if len(moments) != 2:
         return moments

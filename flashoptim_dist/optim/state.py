@@ -1,7 +1,7 @@
 """The state of one parameter: its entries, their names on disk, shapes and dtypes, and how they are made.
 
-Entries are plain tensors or DTensors (whenever the parameter is one) under the names they have on disk. Nothing here depends
-on device or backend.
+Entries are plain tensors or DTensors (whenever the parameter is one) under the names they have on disk. Nothing here
+depends on device or backend.
 """
 
 from __future__ import annotations
@@ -72,12 +72,16 @@ def new_entry(spec: EntrySpec, parameter: Tensor) -> Tensor:
 
 
 def new_step(parameter: Tensor) -> Tensor:
-    """Return a step counter at 0: fp32 and 0-dim, as torch's optimizers keep it, beside the parameter's local tensor."""
+    """Return a step counter at 0: fp32 and 0-dim, as torch's optimizers keep it, beside the parameter's local
+    tensor.
+    """
     return torch.zeros((), dtype=torch.float32, device=local_tensor(parameter).device)
 
 
 def new_state(specs: Mapping[str, EntrySpec], parameter: Tensor) -> dict[str, Any]:
-    """Return the state before any step: all zero, which decodes to zero moments and to the 16-bit weights themselves."""
+    """Return the state before any step: all zero, which decodes to zero moments and to the 16-bit weights
+    themselves.
+    """
     state: dict[str, Any] = {STEP: new_step(parameter)}
     for name, spec in specs.items():
         state[name] = new_entry(spec, parameter)

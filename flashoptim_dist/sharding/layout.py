@@ -1,7 +1,7 @@
 """Where a rank's part of a parameter lies in the global tensor, and the group grid on it.
 
-A parameter is a plain tensor or a DTensor of any placements. Everything here follows from the global shape, the mesh and
-the placements; nothing communicates.
+A parameter is a plain tensor or a DTensor of any placements. Everything here follows from the global shape, the mesh
+and the placements; nothing communicates.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ShardingError(ValueError):
 class ShardLayout:
     """A rank's part of one parameter, seen as rows.
 
-    The local tensor is a box of the global one. Its rows are its last dimension, or all dimensions after the first where
-    ``flattened``. ``row_starts()[r] + j`` is the global linear index of element j of local row r.
+    The local tensor is a box of the global one. Its rows are its last dimension, or all dimensions after the first
+    where ``flattened``. ``row_starts()[r] + j`` is the global linear index of element j of local row r.
     """
 
     name: str
@@ -122,7 +122,7 @@ def shard_layout(parameter: Tensor, name: str) -> ShardLayout:
     mesh, placements = parameter.device_mesh, tuple(parameter.placements)
     if any(isinstance(placement, Partial) for placement in placements):
         raise ShardingError(
-            f"parameter {name!r} {shape} has a Partial placement {placements}: redistribute it to Shard or Replicate first"
+            f"parameter {name!r} {shape} has a Partial placement {placements}: redistribute it to Shard or Replicate"
         )
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -133,20 +133,22 @@ def shard_layout(parameter: Tensor, name: str) -> ShardLayout:
         problem = _row_cut_problem(shape, mesh_shape, placements)
         if problem:
             raise ShardingError(
-                f"parameter {name!r} {shape} with placements {placements} on a mesh of {mesh_shape}: {problem}. Shard another "
-                f"dimension, pad the row so that every cut falls on a multiple of {GROUP_SIZE}, or pass quantize=False"
+                f"parameter {name!r} {shape} with placements {placements} on a mesh of {mesh_shape}: {problem}. Shard "
+                f"another dimension, pad the row so that every cut falls on a multiple of {GROUP_SIZE}, or pass "
+                "quantize=False"
             )
     local_shape, offset = _compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinate), placements)
     actual = tuple(parameter._local_tensor.shape)
     if actual != tuple(local_shape) and math.prod(actual) + math.prod(local_shape) > 0:
         raise ShardingError(
-            f"parameter {name!r} {shape} with placements {placements} on a mesh of {mesh_shape}: this rank holds {actual} where "
-            f"the placements say {tuple(local_shape)}. Make the DTensor with distribute_tensor or fully_shard"
+            f"parameter {name!r} {shape} with placements {placements} on a mesh of {mesh_shape}: this rank holds "
+            f"{actual} where the placements say {tuple(local_shape)}. Make it with distribute_tensor or fully_shard"
         )
     if math.prod(local_shape) and not _is_box(shape, mesh_shape, tuple(coordinate), placements):
         raise ShardingError(
-            f"parameter {name!r} {shape} with placements {placements} on a mesh of {mesh_shape}: this rank's elements are not one "
-            "block of the global tensor (an uneven strided shard). Make the sharded dimension divisible by the mesh size"
+            f"parameter {name!r} {shape} with placements {placements} on a mesh of {mesh_shape}: this rank's elements "
+            "are not one block of the global tensor (an uneven strided shard). Make the sharded dimension divisible by "
+            "the mesh size"
         )
     scale_local: tuple[int, ...] = ()
     if quantized:
@@ -155,9 +157,11 @@ def shard_layout(parameter: Tensor, name: str) -> ShardLayout:
 
 
 def like_parameter(local: Tensor, parameter: Tensor, shape: Sequence[int]) -> Tensor:
-    """Wrap a rank's part of a state as a DTensor with the parameter's mesh and placements (plain for a plain parameter).
+    """Wrap a rank's part of a state as a DTensor with the parameter's mesh and placements (plain for a plain
+    parameter).
 
-    Shape and stride are stated explicitly, so that uneven and empty shards get the right global shape. No communication.
+    Shape and stride are stated explicitly, so that uneven and empty shards get the right global shape. No
+    communication.
     """
     if not isinstance(parameter, DTensor):
         return local
@@ -203,7 +207,7 @@ def _row_cut_problem(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placem
         groups, group_offset = _compute_local_shape_and_global_offset(scale_dims, mesh_shape, coordinate, placements)
         held = 0 if start is None else -(-local[first] * inner // GROUP_SIZE)
         if groups[first] != held or (start is not None and held and group_offset[first] * GROUP_SIZE != start):
-            return f"scales ({groups_per_row(shape)} groups a row) would be cut elsewhere than the row of {shape[first] * inner}"
+            return f"the {groups_per_row(shape)} scales of a row of {shape[first] * inner} would be cut elsewhere"
     return None
 
 
