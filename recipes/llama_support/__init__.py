@@ -1,0 +1,1 @@
+"""Helpers of the Llama recipe, imported as `llama_support` because the recipe's own folder leads `sys.path`."""

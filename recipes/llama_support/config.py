@@ -1,0 +1,103 @@
+"""What a run is: one dataclass, which tyro turns into the command line."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from .errors import BadInput
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Fine-tune a Llama under FSDP2 with a sharded, compressed AdamW."""
+
+    model: str = "debug"
+    """"debug" (7 M parameters, random weights) or a Hugging Face directory with a LlamaForCausalLM."""
+    data: str = "stdlib"
+    """"stdlib" (the documented functions of Python's standard library) or a .jsonl file whose rows hold "messages",
+    "prompt" and "completion", or "text"."""
+    validation_data: str | None = None
+    """A .jsonl file of its own for the validation loss. Without it a fixed part of the data is set aside."""
+    validation_fraction: float = 0.05
+    """Part of the rows set aside for validation, chosen by a hash of each row's content."""
+    output: str = ""
+    """Run folder: checkpoints, metrics.jsonl, TensorBoard files. Empty: runs/MODEL-DATA-OPTIMIZER."""
+
+    optimizer: Literal["flash_adamw", "adamw"] = "flash_adamw"
+    """flash_adamw: bf16 weights with compressed states. adamw: torch's AdamW with fp32 weights and states."""
+    steps: int = 60
+    """Optimizer steps of this run. A run that had finished is continued for as many steps again."""
+    lr: float = 2e-3
+    """Peak learning rate."""
+    warmup_steps: int = 10
+    """Steps of linear warm-up to the peak; the first step already has lr / warmup-steps."""
+    min_lr_ratio: float = 0.1
+    """The cosine ends at this part of the peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the two moments."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of the matrices; norms and biases have none."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+
+    sequence_length: int = 512
+    """Tokens per packed sequence."""
+    global_batch: int = 8
+    """Packed sequences per optimizer step, over all ranks and accumulation steps."""
+    micro_batch: int = 4
+    """Most sequences per rank and forward pass; a rank with more of the global batch accumulates gradients."""
+    long_rows: Literal["truncate", "skip"] = "truncate"
+    """What happens to a row longer than the sequence length."""
+    activation_checkpointing: Literal["full", "none"] = "full"
+    """full: keep only each layer's input and recompute the rest in the backward pass."""
+
+    evaluate_every: int = 30
+    """Steps between validation losses; there is always one before and one after. 0: only these two."""
+    validation_sequences: int = 48
+    """Most packed sequences that a validation loss is taken over; 0 takes all."""
+    save_every: int = 20
+    """Steps between checkpoints; there is always one at the end. 0: only that one."""
+    keep_last: int = 2
+    """Checkpoints to keep."""
+    resume: str = "auto"
+    """"auto" goes on from the newest checkpoint if there is one, a number from that step's, "never" from none."""
+    when_finished: Literal["continue", "stop"] = "continue"
+    """What to do on resuming a run that had reached its last step: train `steps` more, or leave it as it is."""
+    seed: int = 0
+    """Seed of the initial weights, the data order and stochastic rounding."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto: GPUs where there are any."""
+
+    @property
+    def run_folder(self) -> Path:
+        """Where this run writes."""
+        if self.output:
+            return Path(self.output)
+        data = Path(self.data).stem
+        return Path("runs") / f"{Path(self.model).name or 'model'}-{data}-{self.optimizer}"
+
+    def check(self) -> None:
+        """Raise BadInput for a value no run can have."""
+        for name in ("steps", "sequence_length", "global_batch", "micro_batch", "keep_last"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "a number of at least 1")
+        for name in ("warmup_steps", "evaluate_every", "validation_sequences", "save_every", "seed"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or a positive number")
+        for name in ("lr", "eps", "weight_decay", "clip_norm"):
+            value = getattr(self, name)
+            _require(math.isfinite(value) and value >= 0, name, value, "finite and not negative")
+        _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "between 0 and 1")
+        _require(all(0 <= beta < 1 for beta in self.betas), "betas", self.betas, "two numbers in [0, 1)")
+        fraction = self.validation_fraction
+        _require(0 < fraction < 1, "validation_fraction", fraction, "between 0 and 1, both excluded")
+        resume_is_known = self.resume in ("auto", "never") or self.resume.isdecimal()
+        _require(resume_is_known, "resume", self.resume, 'a step number, "auto" or "never"')
+
+
+def _require(holds: bool, name: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise BadInput(f"--{name.replace('_', '-')} is {value}; it must be {wanted}")

@@ -1,0 +1,114 @@
+"""A Hugging Face folder's safetensors: checked by their headers, then read straight into shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from .errors import BadInput
+
+INDEX_NAME = "model.safetensors.index.json"
+_DTYPES = {"F64", "F32", "F16", "BF16"}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What a safetensors header says of one tensor."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def check_weights(folder: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Check, from the headers alone, that the folder's safetensors files hold `expected` (name to global shape).
+
+    Raises BadInput that names the file or tensor: no safetensors, one missing or cut short, a tensor missing, of
+    another shape, of a quantized type, or in two files.
+    """
+    stored: dict[str, StoredTensor] = {}
+    for path in _weight_files(folder):
+        for name, tensor in read_header(path).items():
+            if name in expected and name in stored:
+                raise BadInput(
+                    f"tensor {name} stands in both {stored[name].file} and {path}; keep only the files of one model"
+                )
+            stored[name] = tensor
+    for name, shape in expected.items():
+        if name not in stored:
+            raise BadInput(f"model {folder} lacks the tensor {name} in its safetensors files; download it again")
+        if stored[name].shape != shape:
+            raise BadInput(
+                f"tensor {name} in {stored[name].file} has the shape {stored[name].shape}, but config.json asks for"
+                f" {shape}; weights and config.json are of different models"
+            )
+        if stored[name].dtype not in _DTYPES:
+            raise BadInput(
+                f"tensor {name} in {stored[name].file} is stored as {stored[name].dtype}; give a model with"
+                " unquantized weights (bf16, fp16 or fp32)"
+            )
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors that a safetensors file announces. BadInput where the file is unreadable or cut short."""
+    way_out = "the file is damaged or its download was not finished; download it again"
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise BadInput(f"{path} ends within its header ({size} bytes); {way_out}")
+            header: dict[str, Any] = json.loads(file.read(length))
+    except OSError as error:
+        raise BadInput(f"cannot read {path} ({error.strerror or error}); {way_out}") from error
+    except ValueError as error:
+        raise BadInput(f"{path} has no readable safetensors header; {way_out}") from error
+    header.pop("__metadata__", None)
+    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size < end:
+        raise BadInput(f"{path} holds {size} of {end} bytes; {way_out}")
+    return {name: StoredTensor(path, tuple(entry["shape"]), entry["dtype"]) for name, entry in header.items()}
+
+
+def read_into_shards(folder: Path, parameters: dict[str, Tensor]) -> None:
+    """Fill `parameters` (plain tensors or DTensors, by their names in the files) in place. All ranks must call.
+
+    Each rank reads the bytes of its own shards only, converting to the parameter's dtype.
+    """
+    with torch.no_grad():
+        dcp.load(parameters, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+
+
+def stored_parameters(model: nn.Module, tied: bool) -> dict[str, Tensor]:
+    """A model's parameters and persistent buffers by their names on disk, a tied head left out."""
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    if tied:
+        tensors.pop("lm_head.weight", None)
+    return tensors
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / INDEX_NAME
+    if index.is_file():
+        try:
+            named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise BadInput(f"{index} is no index of safetensors files; download it again") from error
+        for name in named:
+            if not (folder / name).is_file():
+                raise BadInput(f"{index} names {name}, which is not there; download the model again")
+    if not files:
+        other = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3])
+        raise BadInput(
+            f"model {folder} holds no .safetensors file"
+            + (f" (only {other}); convert it with save_pretrained" if other else "; download the model's weights")
+        )
+    return files

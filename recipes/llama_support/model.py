@@ -1,0 +1,144 @@
+"""The Llama itself: transformers' LlamaForCausalLM, cast, sharded, and filled with weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from .config import Config
+from .errors import BadInput
+from .hf_weights import check_weights, read_into_shards, stored_parameters
+from .world import World
+
+DEBUG_MODEL = Path(__file__).resolve().parent / "debug_model"
+
+
+def model_folder(model: str) -> Path:
+    """The folder that `--model` means. Raises BadInput where there is none."""
+    if model == "debug":
+        return DEBUG_MODEL
+    folder = Path(model)
+    if not folder.is_dir():
+        raise BadInput(
+            f"model folder {model} does not exist; give the path of a downloaded Hugging Face model, or --model debug"
+        )
+    return folder
+
+
+def read_llama_config(folder: Path, sequence_length: int) -> LlamaConfig:
+    """The folder's config.json, checked to be a Llama that can see `sequence_length` tokens. Raises BadInput."""
+    path = folder / "config.json"
+    try:
+        values: Any = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"model {folder} has no readable config.json; give a Hugging Face model folder") from error
+    except ValueError as error:
+        raise BadInput(f"{path} is not JSON ({error}); download it again") from error
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    architectures = (values.get("architectures") if isinstance(values, dict) else None) or ["LlamaForCausalLM"]
+    if kind != "llama" or "LlamaForCausalLM" not in architectures:
+        raise BadInput(
+            f"model {folder} is not a Llama (model_type {kind}, architectures {architectures}); this recipe trains"
+            " LlamaForCausalLM"
+        )
+    if values.get("quantization_config"):
+        raise BadInput(f"model {folder} is quantized (quantization_config in config.json); give its unquantized form")
+    try:
+        config = LlamaConfig(**values)
+    except Exception as error:
+        raise BadInput(f"transformers does not accept {path}: {error}") from error
+    if sequence_length > config.max_position_embeddings:
+        raise BadInput(
+            f"--sequence-length {sequence_length} is more than the {config.max_position_embeddings} positions of model"
+            f" {folder}; lower it"
+        )
+    config._attn_implementation = "sdpa"
+    config.use_cache = False
+    return config
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer, which must be a fast one. Raises BadInput."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:
+        raise BadInput(f"cannot load a tokenizer from model folder {folder}: {error}") from error
+    if not tokenizer.is_fast:
+        raise BadInput(f"the tokenizer in {folder} has no tokenizer.json; save it as a fast tokenizer")
+    return tokenizer
+
+
+def check_model(folder: Path, llama_config: LlamaConfig, tokenizer: Any) -> None:
+    """Raise BadInput where tokenizer, config and weights of a model folder do not go together. No collective."""
+    if len(tokenizer) > llama_config.vocab_size:
+        raise BadInput(
+            f"the tokenizer of {folder} has {len(tokenizer)} tokens, the model {llama_config.vocab_size} embeddings;"
+            " they are of different models"
+        )
+    if folder != DEBUG_MODEL:
+        with torch.device("meta"):
+            expected = stored_parameters(LlamaForCausalLM(llama_config), llama_config.tie_word_embeddings)
+        check_weights(folder, {name: tuple(tensor.shape) for name, tensor in expected.items()})
+
+
+def build_model(config: Config, folder: Path, llama_config: LlamaConfig, world: World) -> LlamaForCausalLM:
+    """The sharded model with its weights, on this rank's device, in training mode. All ranks must call.
+
+    The debug model's weights come from the seed alone, whatever the number of ranks. Any other model is built without
+    memory and its weights are read straight into the shards. Weights are bf16 for flash_adamw and fp32 for adamw; both
+    start from the same values where the stored ones are bf16, as the debug model's are.
+    """
+    dtype = torch.bfloat16 if config.optimizer == "flash_adamw" else torch.float32
+    if folder == DEBUG_MODEL:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            model = LlamaForCausalLM(llama_config).to(torch.bfloat16)
+    else:
+        with torch.device("meta"):
+            model = LlamaForCausalLM(llama_config)
+    model = model.to(dtype)
+    if config.activation_checkpointing == "full":
+        for index, layer in enumerate(model.model.layers):
+            model.model.layers[index] = checkpoint_wrapper(layer)
+    shard(model, world)
+    if folder != DEBUG_MODEL:
+        materialize(model, world.device)
+        read_into_shards(folder, stored_parameters(model, llama_config.tie_word_embeddings))
+    return model.train()
+
+
+def shard(model: LlamaForCausalLM, world: World) -> None:
+    # Matrix products in bf16 on GPUs. CPUs mostly lack bf16 arithmetic, so there products run in fp32.
+    compute = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=world.mesh, mp_policy=policy)
+    fully_shard(model, mesh=world.mesh, mp_policy=policy)
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give a model built on the meta device memory on `device`; parameters are left unset, buffers are made anew.
+
+    Unlike `Module.to_empty`, tied parameters stay tied and the rotary frequencies, which no checkpoint holds, are
+    right.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.is_meta and parameter not in made:
+                made[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            module._parameters[name] = made.get(parameter, parameter)
+        if isinstance(module, LlamaRotaryEmbedding):
+            fresh = LlamaRotaryEmbedding(config=module.config).to(device)
+            module._buffers.update(fresh._buffers)
+    left = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if left:
+        raise RuntimeError(f"buffers {left} were built without memory and nothing here sets them")

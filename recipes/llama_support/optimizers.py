@@ -1,0 +1,24 @@
+"""The two optimizers that the recipe puts side by side."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import flashoptim_dist as fod
+
+from .config import Config
+
+
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """FlashAdamW or torch's AdamW over a sharded model, with weight decay on matrices only."""
+    named = list(model.named_parameters())
+    matrices = [(name, parameter) for name, parameter in named if parameter.ndim >= 2]
+    others = [(name, parameter) for name, parameter in named if parameter.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    if config.optimizer == "flash_adamw":
+        return fod.FlashAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, seed=config.seed)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)

@@ -1,0 +1,86 @@
+"""Packing: several documents in one sequence, none cut, positions counted from 0 in each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .encode import Document
+
+IGNORED = -100
+"""Label of a position that the loss does not count."""
+
+_OPEN_SEQUENCES = 64
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Group documents, given by their lengths in the order wanted, into sequences of at most `capacity` positions.
+
+    Best fit: a document goes into the fullest of the 64 newest open sequences that still has room, else opens one.
+    Returns the documents' indices per sequence. Depends on nothing but the arguments. Lengths above `capacity` are a
+    ValueError.
+    """
+    packed: list[list[int]] = []
+    open_sequences = np.empty(0, dtype=np.int64)
+    rooms = np.empty(0, dtype=np.int64)
+    for document, length in enumerate(lengths):
+        if length > capacity:
+            raise ValueError(f"document {document} has {length} positions, more than the capacity {capacity}")
+        fits = np.flatnonzero(rooms >= length)
+        if fits.size == 0:
+            packed.append([document])
+            open_sequences = np.append(open_sequences, len(packed) - 1)[-_OPEN_SEQUENCES:]
+            rooms = np.append(rooms, capacity - length)[-_OPEN_SEQUENCES:]
+        else:
+            best = fits[np.argmin(rooms[fits])]
+            packed[open_sequences[best]].append(document)
+            rooms[best] -= length
+    return packed
+
+
+def collate(sequences: Sequence[Sequence[Document]], length: int) -> dict[str, Tensor]:
+    """Lay packed sequences out as tensors, each int64 of shape (len(sequences), `length`).
+
+    input_ids: the tokens. labels: the token that follows within the same document, or IGNORED where the loss does not
+    count it. position_ids: the position within the document. document_ids: 0, 1, ... per document of a sequence; the
+    unused rest of a sequence is a document of its own, without labels.
+    """
+    shape = (len(sequences), length)
+    input_ids, position_ids, document_ids = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+    labels = np.full(shape, IGNORED, dtype=np.int64)
+    for row, documents in enumerate(sequences):
+        start = 0
+        for index, document in enumerate(documents):
+            end = start + len(document.tokens) - 1
+            input_ids[row, start:end] = document.tokens[:-1]
+            labels[row, start:end] = np.where(document.trained[1:], document.tokens[1:], IGNORED)
+            position_ids[row, start:end] = np.arange(end - start)
+            document_ids[row, start:end] = index
+            start = end
+        position_ids[row, start:] = np.arange(length - start)
+        document_ids[row, start:] = len(documents)
+    arrays = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "document_ids": document_ids}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def document_causal_mask(document_ids: Tensor) -> Tensor:
+    """Which key each query may see: earlier or equal positions of its own document.
+
+    Args:
+        document_ids: int64, (batch, length).
+
+    Returns:
+        bool, (batch, 1, length, length), True where attention is allowed.
+    """
+    length = document_ids.shape[1]
+    same_document = document_ids[:, :, None] == document_ids[:, None, :]
+    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
+    return (same_document & causal)[:, None]
+
+
+def trained_positions(document: Document) -> int:
+    """How many predictions of a document the loss counts."""
+    return int(document.trained[1:].sum())

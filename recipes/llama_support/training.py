@@ -1,0 +1,85 @@
+"""The arithmetic of a step: loss, gradient, schedule, validation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import Config
+from .data import Batch, StepBatches
+from .packing import IGNORED, document_causal_mask
+from .world import World
+
+
+def summed_loss(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+    """Cross-entropy summed over the labels of a packed batch: fp32, 0-dim, differentiable.
+
+    Attention stays within each document. Under FSDP all ranks must call.
+    """
+    batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    logits = model(
+        input_ids=batch["input_ids"],
+        position_ids=batch["position_ids"],
+        attention_mask=document_causal_mask(batch["document_ids"]),
+        use_cache=False,
+    ).logits
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def accumulate_gradient(model: nn.Module, step: StepBatches, world: World) -> float:
+    """Add the gradient of the global batch's mean loss to the parameters; returns that loss. All ranks must call.
+
+    Each label of the global batch weighs the same, wherever it lies: the sum of the losses is divided by the number of
+    labels over all ranks and micro-batches. FSDP averages over ranks, hence the factor `world.size`.
+    """
+    scale = world.size / max(1, step.trained_tokens)
+    total = torch.zeros((), device=world.device)
+    for index, batch in enumerate(step.micro_batches):
+        # Gradients of the micro-batches add up unsharded, in the reduction's fp32, and are reduced once.
+        model.set_requires_gradient_sync(index == len(step.micro_batches) - 1)
+        loss = summed_loss(model, batch, world.device)
+        (loss * scale).backward()
+        total += loss.detach()
+    return world.sum(total.item())[0] / max(1, step.trained_tokens)
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, batches: Iterable[Batch], world: World) -> float:
+    """Mean loss per label over all ranks' validation batches. All ranks must call, with equally many batches."""
+    model.eval()
+    total, labels = 0.0, 0
+    for batch in batches:
+        total += summed_loss(model, batch, world.device).item()
+        labels += int((batch["labels"] != IGNORED).sum())
+    model.train()
+    total_of_all, labels_of_all = world.sum(total, labels)
+    return total_of_all / max(1.0, labels_of_all)
+
+
+def clip_gradients(model: nn.Module, largest_norm: float) -> float:
+    """Scale the gradients so that their global norm is at most `largest_norm` (0: leave them); returns the norm before.
+
+    All ranks must call.
+    """
+    norm = nn.utils.clip_grad_norm_(model.parameters(), largest_norm if largest_norm > 0 else math.inf)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Learning rate of a run's `step`-th step, counted from 0: linear warm-up, then a cosine.
+
+    Warm-up step k has (k + 1) / warmup_steps of the peak, so that no step is lost to a rate of 0; the last step ends
+    the cosine at min_lr_ratio.
+    """
+    warmup = min(config.warmup_steps, config.steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, config.steps - 1 - warmup))
+    low = config.min_lr_ratio
+    return config.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))

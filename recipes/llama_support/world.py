@@ -1,0 +1,101 @@
+"""The ranks of this run: process group, device, mesh, and how they agree on failure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .errors import BadInput
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place among all ranks. `mesh` is one-dimensional and holds every rank."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank prints and writes the metrics."""
+        return self.rank == 0
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Run a block that has no collective inside; if it fails on one rank it fails on all. All ranks must enter.
+
+        A `BadInput`, or an `OSError` such as a missing file, of any rank is raised as `BadInput` on every rank: the
+        lowest failing rank's message, so that all say the same. Any other exception stays itself on its own rank, and
+        is a RuntimeError that quotes it on the others.
+        """
+        failure: BaseException | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        mine = None if failure is None else (isinstance(failure, BadInput | OSError), _one_line(failure))
+        failures = [found for found in self.gather(mine) if found is not None]
+        if not failures:
+            return
+        theirs_is_bad_input, message = failures[0]
+        if failure is not None and not isinstance(failure, BadInput | OSError):
+            raise failure
+        if theirs_is_bad_input:
+            raise BadInput(message) from failure
+        raise RuntimeError(f"another rank failed: {message}")
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value` (any picklable object) in rank order, on every rank. All ranks must call."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def sum(self, *values: float) -> list[float]:
+        """The sums over all ranks of some numbers, in float64, on every rank. All ranks must call."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return [float(value) for value in total.tolist()]
+
+
+def start_world(device: str = "auto") -> World:
+    """Join the process group that torchrun describes, or make one of a single rank without torchrun.
+
+    Args:
+        device: "cuda" (NCCL, one GPU per local rank), "cpu" (gloo), or "auto": cuda where there is a GPU.
+
+    All ranks must call. Raises BadInput where "cuda" has no GPU for this rank.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if kind == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise BadInput(
+                f"local rank {local_rank} has no GPU: this machine shows {torch.cuda.device_count()}; start as many"
+                " processes as there are GPUs (torchrun --nproc-per-node), or use --device cpu"
+            )
+        torch.cuda.set_device(local_rank)
+    place = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    device_id = place if kind == "cuda" else None
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, device_id=device_id)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    return World(dist.get_rank(), dist.get_world_size(), place, mesh)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, BadInput | OSError) else f"{type(error).__name__}: {text}"
