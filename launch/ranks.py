@@ -1,0 +1,38 @@
+"""torchrun, with an ending a person can read: `python launch/ranks.py TORCHRUN-ARGUMENTS SCRIPT ARGUMENTS`.
+
+torchrun answers every failure of a rank with its own traceback and exit code 1. Here exit code 2, which the recipes
+give to bad input after one line that names it, stays 2 with nothing added; any other failure gets one line.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+
+def main() -> int:
+    """Run the ranks to their end; the exit code is 0, 2 for bad input, 128 + signal if ended by one, or 1."""
+    # These repeat each rank's exit code, which the line below tells.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    try:
+        run(parse_args(sys.argv[1:]))
+    except ChildFailedError as failed:
+        rank, first = failed.get_first_failure()
+        if first.exitcode == 2:
+            return 2
+        how = f"exit code {first.exitcode}" if first.exitcode >= 0 else signal.Signals(-first.exitcode).name
+        advice = "started again with --resume auto it goes on from its last checkpoint"
+        print(f"rank {rank} ended with {how}, and with it the run; {advice}", file=sys.stderr)
+        return 1
+    except SignalException as ended:
+        return 128 + int(ended.sigval)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
