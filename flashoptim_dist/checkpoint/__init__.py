@@ -1,0 +1,22 @@
+"""Checkpoints: sharded, compressed as the state is in memory, loadable on any number of ranks, never half there."""
+
+from flashoptim_dist.checkpoint.checkpointer import Checkpointer
+from flashoptim_dist.checkpoint.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    DamagedCheckpointError,
+    UnsafeCheckpointError,
+)
+from flashoptim_dist.checkpoint.loading import Loaded, load
+from flashoptim_dist.checkpoint.saving import save
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointFormatError",
+    "Checkpointer",
+    "DamagedCheckpointError",
+    "Loaded",
+    "UnsafeCheckpointError",
+    "load",
+    "save",
+]

@@ -1,0 +1,78 @@
+"""Names: of the files and folders on disk, and of the entries inside a checkpoint.
+
+    DIRECTORY/
+        latest                      name of the newest complete checkpoint
+        step-00000100/              one checkpoint: a DCP directory
+            .metadata  __0_0.distcp  __1_0.distcp ...  manifest.json
+        .step-00000200.saving-...   a save under way, or what a killed one left
+
+Entries: ``model.<name>``, ``optimizer.state.<name>.<state>``, ``optimizer.param_groups.<i>.<key>`` as torch's own
+``get_model_state_dict`` and ``get_optimizer_state_dict`` call them, and ``format``, ``scheduler``, ``extras...``,
+``rng.<rank>``, ``dataloader.<rank>``.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+METADATA = ".metadata"
+LATEST = "latest"
+
+MODEL = "model"
+OPTIMIZER = "optimizer"
+STATE = "state"
+PARAM_GROUPS = "param_groups"
+FORMAT = "format"
+SCHEDULER = "scheduler"
+DATALOADER = "dataloader"
+RNG = "rng"
+EXTRAS = "extras"
+
+Path_ = tuple[str | int, ...]
+"""Where an entry sits in the nested state dict."""
+
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def key_of(path: Path_) -> str:
+    """Return the name of an entry in the flat dictionary."""
+    return ".".join(map(str, path))
+
+
+def step_name(step: int) -> str:
+    """Return the folder name of a step."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a folder name, None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def steps_in(directory: Path) -> list[int]:
+    """Return the steps whose checkpoints are in a directory, in ascending order."""
+    if not directory.is_dir():
+        return []
+    found = (step_of(entry.name) for entry in directory.iterdir() if (entry / METADATA).is_file())
+    return sorted(step for step in found if step is not None)
+
+
+def staging_path(target: Path, token: str) -> Path:
+    """Return the hidden folder beside ``target`` in which a save is written."""
+    return target.with_name(f".{target.name}.saving-{token}")
+
+
+def replaced_path(target: Path) -> Path:
+    """Return where an older checkpoint of the same name waits while the new one takes its place."""
+    return target.with_name(f".{target.name}.replaced")
+
+
+def staging_leftovers(target: Path) -> list[Path]:
+    """Return the folders that earlier saves to ``target`` left when they were killed."""
+    return sorted(target.parent.glob(f".{_escape(target.name)}.saving-*"))
+
+
+def _escape(name: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", name)

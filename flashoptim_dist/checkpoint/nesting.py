@@ -1,0 +1,39 @@
+"""Nested dictionaries and lists taken apart into leaves and put together again, by torch's rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from flashoptim_dist.checkpoint.layout import Path_
+
+
+def leaves(value: Any, path: Path_ = ()) -> list[tuple[Path_, Any]]:
+    """Return the entries of nested dictionaries, and of lists that hold tensors or dictionaries, with paths."""
+    if isinstance(value, Mapping):
+        return [leaf for name, inner in value.items() for leaf in leaves(inner, (*path, str(name)))]
+    if isinstance(value, list) and any(isinstance(inner, torch.Tensor | Mapping) for inner in value):
+        return [leaf for index, inner in enumerate(value) for leaf in leaves(inner, (*path, index))]
+    return [(path, value)]
+
+
+def nest(entries: Iterable[tuple[Path_, Any]]) -> dict[Any, Any]:
+    """Return what ``leaves`` took apart; numbers in a path are positions in lists."""
+    root: dict[Any, Any] = {}
+    for path, value in entries:
+        target = root
+        for piece in path[:-1]:
+            target = target.setdefault(piece, {})
+        target[path[-1]] = value
+    return {name: _lists(value) for name, value in root.items()}
+
+
+def _lists(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    inner = {name: _lists(item) for name, item in value.items()}
+    if inner and all(isinstance(name, int) for name in inner):
+        return [inner[index] for index in sorted(inner)]
+    return inner

@@ -1,0 +1,111 @@
+"""Reading a DCP directory that may come from anybody: pickles go through an allow-list, errors name the file."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+
+from flashoptim_dist.checkpoint.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
+from flashoptim_dist.checkpoint.layout import METADATA
+from flashoptim_dist.checkpoint.planners import InPlacePlanner
+from flashoptim_dist.checkpoint.safe_unpickle import load_metadata, load_object, reading_error
+
+
+class SafeReader(FileSystemReader):
+    """DCP's reader of local files, for a directory that may come from anybody."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read ``.metadata``.
+
+        Raises:
+            CheckpointError: there is no checkpoint.
+            DamagedCheckpointError, UnsafeCheckpointError: see ``safe_unpickle.load_metadata``.
+        """
+        super().__init__(directory)
+        self.directory = directory
+        file = directory / METADATA
+        try:
+            data = file.read_bytes()
+        except FileNotFoundError:
+            if directory.is_dir() and any(directory.iterdir()):
+                raise DamagedCheckpointError(f"{file} is missing") from None
+            raise CheckpointError(f"there is no checkpoint in {directory}") from None
+        self.metadata = load_metadata(data, str(file))
+        self.files = sorted({_file_of(info, file) for info in (self.metadata.storage_data or {}).values()})
+        if self.metadata.storage_meta is None:
+            self.metadata.storage_meta = StorageMeta()
+        self.set_up_storage_reader(self.metadata, True)
+
+    def read_metadata(self) -> Metadata:
+        """Return the metadata. No keyword arguments: DCP would otherwise look for metadata of single ranks."""
+        return self.metadata
+
+    def names(self) -> list[str]:
+        """Return the names of all entries."""
+        return list(self.metadata.state_dict_metadata)
+
+    def is_object(self, key: str) -> bool:
+        """Return whether an entry is an object and no tensor."""
+        return isinstance(self.metadata.state_dict_metadata.get(key), BytesStorageMetadata)
+
+    def object(self, key: str) -> Any:
+        """Return an object."""
+        info = self.storage_data[MetadataIndex(key)]
+        file = self.directory / info.relative_path
+        if info.transform_descriptors:
+            raise CheckpointError(
+                f"{file} was written through {info.transform_descriptors}, which this library can't undo"
+            )
+        try:
+            with open(file, "rb") as stream:
+                stream.seek(info.offset)
+                data = stream.read(info.length)
+        except FileNotFoundError:
+            raise DamagedCheckpointError(f"{file} is missing") from None
+        if len(data) != info.length:
+            raise DamagedCheckpointError(f"{file} ends at byte {info.offset + len(data)}, inside entry {key!r}")
+        return load_object(data, str(file), key)
+
+    def small_tensor(self, key: str) -> torch.Tensor:
+        """Return a tensor that every rank needs whole, on the CPU."""
+        saved = self.metadata.state_dict_metadata[key]
+        assert isinstance(saved, TensorStorageMetadata)
+        value = torch.empty(saved.size, dtype=saved.properties.dtype)
+        planner = InPlacePlanner()
+        planner.set_up_planner({key: value}, self.metadata, True)
+        self.read_data(planner.create_local_plan(), planner).wait()
+        return value
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        """Read tensors; an error names the file."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        done: Any = super().read_data(LoadPlan([]), planner)
+        for name, items in by_file.items():
+            file = self.directory / name
+            try:
+                done = super().read_data(LoadPlan(items), planner)
+            except FileNotFoundError as error:
+                raise DamagedCheckpointError(f"{file} is missing") from error
+            except Exception as error:
+                raise reading_error(str(file), error) from error
+        return done
+
+
+def _file_of(info: Any, metadata_file: Path) -> str:
+    name = getattr(info, "relative_path", None)
+    if not isinstance(name, str) or PurePosixPath(name).name != name or name in ("", ".", ".."):
+        raise UnsafeCheckpointError(f"{metadata_file} refers to {name!r}, which is no file of this checkpoint")
+    return name

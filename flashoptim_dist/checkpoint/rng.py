@@ -1,0 +1,65 @@
+"""The random number generators of one rank: Python, numpy, torch on the CPU and on the current CUDA device."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from flashoptim_dist.checkpoint.ranks import current_cuda_device
+
+
+def capture_rng() -> dict[str, Any]:
+    """Return the state of this process's generators, as plain numbers and tensors."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 the global one is meant
+        "torch": torch.get_rng_state(),
+    }
+    device = current_cuda_device()
+    if device is not None:
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Set this process's generators to a captured state."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    device = current_cuda_device()
+    if device is not None and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def rng_digest(state: dict[str, Any]) -> str:
+    """Return a hash of a captured state, to see whether ranks had the same one."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    def feed(value: Any) -> None:
+        if isinstance(value, dict):
+            for name in sorted(value):
+                digest.update(name.encode())
+                feed(value[name])
+        elif isinstance(value, torch.Tensor):
+            digest.update(value.numpy().tobytes())
+        elif isinstance(value, np.ndarray):
+            digest.update(value.tobytes())
+        else:
+            digest.update(repr(value).encode())
+
+    feed(state)
+    return digest.hexdigest()
+
+
+def reseed_rng(state: dict[str, Any], rank: int, world_size: int) -> None:
+    """Start new streams for a rank of another world size, the same ones each time from the same checkpoint."""
+    text = f"{rng_digest(state)} rank {rank} of {world_size}"
+    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
