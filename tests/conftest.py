@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.pool import close_pools
+from tests.pool import shut_down
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _pools_end_with_the_session() -> Iterator[None]:
     yield
-    close_pools()
+    shut_down()

@@ -43,8 +43,10 @@ Result = TypeVar("Result")
 
 MAX_RANKS = 10  # ranks alive per pytest process: pools of 1, 2, 3 and 4 at once; more makes the longest unused pool go
 DEFAULT_TIMEOUT_S = 180.0
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 240.0  # importing torch takes 3 s, and a minute on a machine with much else to do
 GRACE_S = 2.0  # how long the other ranks get to report too, once one has failed
+PRELOAD_IF_USED = ("transformers.models.llama.modeling_llama",)
+"""Slow to import: where the test process has it already, it is imported before the ranks are forked, once for all."""
 _WORKER = Path(__file__).resolve().with_name("pool_worker.py")
 _LOG_TAIL = 6000
 
@@ -107,7 +109,14 @@ class _Forker:
         self._forks += 1
         log = self.directory / f"{self._forks}-rank{number}-of-{world_size}.log"
         near, far = Pipe()
-        request = {"operation": "fork", "rank": number, "world_size": world_size, "port": port, "log": str(log)}
+        request = {
+            "operation": "fork",
+            "rank": number,
+            "world_size": world_size,
+            "port": port,
+            "log": str(log),
+            "preload": [name for name in PRELOAD_IF_USED if name in sys.modules],
+        }
         pid = self._ask(request, [far.fileno()])
         far.close()
         log.touch()
@@ -181,6 +190,8 @@ class _Pool:
 
     def _raise_failures(self, failures: list[tuple[_Rank, bytes, str]], waiting: list[_Rank], name: str) -> None:
         parts = []
+        # A rank that died comes first: gloo errors of the others may be read before the end of its connection.
+        failures = sorted(failures, key=lambda failure: failure[0] in self._ranks)
         for rank, _, text in failures:
             output = rank.output().strip()
             parts.append(f"rank {rank.number} of {self.world_size} failed in {name}:\n{text.rstrip()}")
@@ -225,7 +236,7 @@ def _take_pool(world_size: int) -> _Pool:
     global _forker
     if _forker is None:
         _forker = _Forker()
-        atexit.register(close_pools)
+        atexit.register(shut_down)
     pool = _pools.pop(world_size, None)
     while _pools and pool is None and sum(_pools) + world_size > MAX_RANKS:
         _pools.pop(next(iter(_pools))).close()
@@ -264,9 +275,14 @@ def run_ranks(
 
 def close_pools() -> None:
     """End all ranks. Later calls start new ones."""
-    global _forker
     while _pools:
         _pools.popitem()[1].close()
+
+
+def shut_down() -> None:
+    """End all ranks and the process that forks them. Later calls start new ones."""
+    global _forker
+    close_pools()
     if _forker is not None:
         _forker.close()
         _forker = None

@@ -157,6 +157,8 @@ def main(control_descriptor: int, tests_directory: str) -> NoReturn:
         if request["operation"] == "wait":
             control.sendall(pickle.dumps(os.waitstatus_to_exitcode(os.waitpid(request["pid"], 0)[1])))
             continue
+        for name in request["preload"]:
+            importlib.import_module(name)
         pid = os.fork()
         if pid == 0:
             control.close()
