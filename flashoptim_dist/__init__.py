@@ -1,6 +1,6 @@
 """Compressed-state optimizers for PyTorch FSDP2 and DTensor."""
 
 from flashoptim_dist._version import __version__
-from flashoptim_dist.optim import FlashAdamW
+from flashoptim_dist.optim import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
 
-__all__ = ["FlashAdamW", "__version__"]
+__all__ = ["FlashAdam", "FlashAdamW", "FlashLion", "FlashSGD", "FlashSGDW", "__version__"]

@@ -1,4 +1,4 @@
-"""FlashAdamW (decoupled weight decay) and, on the same rule, Adam's other forms."""
+"""FlashAdam (L2 decay) and FlashAdamW (decoupled decay): one rule."""
 
 from __future__ import annotations
 
@@ -8,53 +8,150 @@ from torch import Tensor
 
 from flashoptim_dist.formats import Rounding
 from flashoptim_dist.optim.base import FlashOptimizer, ParamsT
-from flashoptim_dist.optim.reference import Rule
-from flashoptim_dist.optim.rules import adam_scalars, adam_update
+from flashoptim_dist.optim.checks import check_betas
+from flashoptim_dist.optim.rules import AdamHyperparameters
 from flashoptim_dist.optim.state import MomentSpec
 
 
-class FlashAdamW(FlashOptimizer):
+class _AdamFamily(FlashOptimizer):
+    """What FlashAdam and FlashAdamW share."""
+
+    moment_specs: ClassVar[tuple[MomentSpec, ...]] = (MomentSpec("exp_avg", True), MomentSpec("exp_avg_sq", False))
+
+    def _check_group(self, group: dict[str, Any], where: str) -> None:
+        check_betas(group, where)
+        if not float(group["eps"]) >= 0.0:
+            raise ValueError(f"{where}eps must be >= 0, got {group['eps']}")
+
+    def _decay_is_decoupled(self, group: dict[str, Any]) -> bool:
+        return True
+
+    def _hyperparameters(self, index: int) -> AdamHyperparameters:
+        group = self.param_groups[index]
+        decoupled = self._decay_is_decoupled(group)
+        return AdamHyperparameters(
+            lr=group["lr"],
+            decay_rate=self._decay_rate(index) if decoupled else 0.0,
+            l2=0.0 if decoupled else float(group["weight_decay"]),
+            maximize=bool(group.get("maximize", False)),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=float(group["eps"]),
+        )
+
+
+class FlashAdamW(_AdamFamily):
     """AdamW with a 24-bit split master weight and 8-bit moments: 5.125 bytes per parameter beside the gradient.
 
     A drop-in for ``torch.optim.AdamW`` on plain tensors and DTensors (FSDP2, tensor and expert parallel), mixed at
-    will.
+    will, and for flashoptim's FlashAdamW (arguments after ``weight_decay`` by keyword).
 
     Args:
         params: parameters, (name, parameter) pairs, or groups. With names, results do not depend on the order of
-            parameters and checkpoints match by name: ``FlashAdamW(model.named_parameters())``.
+            parameters and checkpoints match by name: ``FlashAdamW(model.named_parameters())``. A group may hold its
+            own master_weight_bits, quantize, rounding, seed and decouple_lr beside torch's keys.
         lr: learning rate (float or 0-dim tensor).
         betas: decay rates of momentum and variance.
         eps: added to the denominator.
         weight_decay: decoupled weight decay (the weight is multiplied by 1 - lr * weight_decay).
+        amsgrad: must be False; it stands here for torch's order of arguments.
+        decouple_lr: decay by 1 - weight_decay * lr / initial lr instead, so that ``weight_decay`` is the decay per
+            step at the initial learning rate (Loshchilov and Hutter's form).
         master_weight_bits: 24 (int8 correction) or 32 (int16) for bf16 and fp16 parameters; None keeps the 16-bit
             weight alone. fp32 parameters need no correction and get none.
         quantize: False keeps moments in fp32, whatever the parameter's dtype.
         rounding: "stochastic" (unbiased; moving averages never stall) or "nearest".
         seed: of the stochastic rounding; results depend on it, never on the world size.
+        compress_state_dict: False makes ``state_dict()`` give fp32 moments, which torch's optimizers load.
+        check_numerics: count the updates that are too small to change a weight; see ``numerics_report()``.
         maximize: ascend instead of descend.
+        fused: None takes the Triton kernels wherever the device has them; False never; True raises where a CUDA
+            parameter cannot have them. CPU parameters always take the pure-torch path.
+        foreach: accepted, without effect: all tensors of a device are always stepped together.
+        capturable: accepted, without effect: the kernels can always be captured in a CUDA graph.
+        differentiable: must be False.
 
     Raises:
-        ValueError: an option out of range. TypeError: a parameter of another dtype.
+        ValueError: an option out of range. TypeError: a parameter of another dtype. RuntimeError: fused and foreach.
     """
-
-    moment_specs: ClassVar[tuple[MomentSpec, ...]] = (MomentSpec("exp_avg", True), MomentSpec("exp_avg_sq", False))
-    decoupled_decay: ClassVar[bool] = True
 
     def __init__(
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        decouple_lr: bool = False,
+        master_weight_bits: int | None = 24,
+        quantize: bool = True,
+        rounding: Rounding = "stochastic",
+        seed: int = 0,
+        compress_state_dict: bool = True,
+        check_numerics: bool = False,
+        maximize: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize},
+            master_weight_bits=master_weight_bits,
+            quantize=quantize,
+            rounding=rounding,
+            seed=seed,
+            decouple_lr=decouple_lr,
+            compress_state_dict=compress_state_dict,
+            check_numerics=check_numerics,
+            torch_options={"amsgrad": amsgrad, "fused": fused, "foreach": foreach, "differentiable": differentiable},
+        )
+
+
+class FlashAdam(_AdamFamily):
+    """Adam with L2 weight decay (added to the gradient), compressed as :class:`FlashAdamW` is.
+
+    A drop-in for ``torch.optim.Adam``, and for flashoptim's FlashAdam (arguments after ``weight_decay`` by keyword).
+    Arguments that are not named here are those of :class:`FlashAdamW`.
+
+    Args:
+        weight_decay: times the weight, added to the gradient.
+        decoupled_weight_decay: True makes it AdamW, as in torch.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
         *,
         master_weight_bits: int | None = 24,
         quantize: bool = True,
         rounding: Rounding = "stochastic",
         seed: int = 0,
+        compress_state_dict: bool = True,
+        check_numerics: bool = False,
         maximize: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        decoupled_weight_decay: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
         super().__init__(
             params,
             defaults,
@@ -62,24 +159,10 @@ class FlashAdamW(FlashOptimizer):
             quantize=quantize,
             rounding=rounding,
             seed=seed,
+            compress_state_dict=compress_state_dict,
+            check_numerics=check_numerics,
+            torch_options={"amsgrad": amsgrad, "fused": fused, "foreach": foreach, "differentiable": differentiable},
         )
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        super()._check_group(group)
-        betas = group["betas"]
-        if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
-        if not float(group["eps"]) >= 0.0:
-            raise ValueError(f"eps must be >= 0, got {group['eps']}")
-
-    def _rule(self, group: dict[str, Any], step: int) -> tuple[Any, Rule]:
-        lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
-        scalars = adam_scalars(
-            lr=lr,
-            betas=(float(group["betas"][0]), float(group["betas"][1])),
-            eps=float(group["eps"]),
-            decay=1.0 - lr * weight_decay if self.decoupled_decay else 1.0,
-            l2=0.0 if self.decoupled_decay else weight_decay,
-            step=step,
-        )
-        return scalars, adam_update
+    def _decay_is_decoupled(self, group: dict[str, Any]) -> bool:
+        return bool(group.get("decoupled_weight_decay", False))

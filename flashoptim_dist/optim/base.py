@@ -4,48 +4,38 @@ elsewhere.
 
 from __future__ import annotations
 
-import math
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from flashoptim_dist.formats import (
-    MASTER_WEIGHT_BITS,
-    ROUNDINGS,
-    FormatSpec,
-    Rounding,
-    canonical_name,
-    correction_bits,
-    noise_key,
-    parameter_id,
+from flashoptim_dist.formats import FormatSpec, Rounding
+from flashoptim_dist.optim.backends import StepTask, backend_for
+from flashoptim_dist.optim.checks import (
+    check_common,
+    check_gradient,
+    check_options,
+    check_parameter,
+    check_torch_options,
 )
-from flashoptim_dist.optim import reference
+from flashoptim_dist.optim.conversion import dequantize
 from flashoptim_dist.optim.loading import load_state
-from flashoptim_dist.optim.state import ERROR_BITS, STEP, EntrySpec, MomentSpec, entry_specs, new_state
-from flashoptim_dist.sharding import ShardLayout, local_tensor, shard_layout
+from flashoptim_dist.optim.masters import MasterWeights
+from flashoptim_dist.optim.records import ParameterRecord, fingerprint, new_record
+from flashoptim_dist.optim.rules import Hyperparameters
+from flashoptim_dist.optim.state import ERROR_BITS, MomentSpec, new_entry, new_state
+from flashoptim_dist.optim.update_check import NumericsReport, UpdateCheck
+from flashoptim_dist.sharding import like_parameter, local_tensor
 
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
-FORMAT_OPTIONS = ("master_weight_bits", "quantize", "rounding", "seed")
-"""Options that live on the optimizer; a group dict holds one only where the user put it there."""
+_logger = logging.getLogger(__name__)
 
 
-@dataclass
-class ParameterRecord:
-    """What the optimizer knows of one parameter beside its state; derived, never saved."""
-
-    name: str
-    layout: ShardLayout
-    entries: dict[str, EntrySpec]
-    noise_key: int | None
-    seen: tuple[Any, ...] | None = field(default=None)
-
-
-class FlashOptimizer(torch.optim.Optimizer):
+class FlashOptimizer(MasterWeights, torch.optim.Optimizer):
     """Base of the optimizers whose state is compressed; use a subclass.
 
     State per parameter, under the names it has on disk, DTensors whenever the parameter is one: ``step`` (0-dim
@@ -55,33 +45,46 @@ class FlashOptimizer(torch.optim.Optimizer):
     """
 
     moment_specs: ClassVar[tuple[MomentSpec, ...]] = ()
+    moments_are_optional: ClassVar[bool] = False
+    group_options: ClassVar[tuple[str, ...]] = ("master_weight_bits", "quantize", "rounding", "seed", "decouple_lr")
+    """Options that live on the optimizer; a group dict holds one only where the user put it there."""
 
     def __init__(
         self,
         params: ParamsT,
         defaults: dict[str, Any],
         *,
-        master_weight_bits: int | None,
-        quantize: bool,
-        rounding: Rounding,
-        seed: int,
+        master_weight_bits: int | None = 24,
+        quantize: bool = True,
+        rounding: Rounding = "stochastic",
+        seed: int = 0,
+        decouple_lr: bool = False,
+        compress_state_dict: bool = True,
+        check_numerics: bool = False,
+        torch_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._options: dict[str, Any] = {
             "master_weight_bits": master_weight_bits,
             "quantize": quantize,
             "rounding": rounding,
             "seed": seed,
+            "decouple_lr": decouple_lr,
         }
-        _check_options(self._options, "")
-        self._records: dict[Tensor, ParameterRecord] = {}
+        self.compress_state_dict = compress_state_dict
+        self._fused: bool | None = (torch_options or {}).get("fused")
+        self._update_check = UpdateCheck() if check_numerics else None
+        self._first_lr: list[float] = []
+        extra = {"compress_state_dict": compress_state_dict, "check_numerics": check_numerics}
+        check_options({**self._options, **extra}, "")
+        check_torch_options(torch_options or {}, "")
         self._init_runtime()
         super().__init__(params, defaults)
 
     def _init_runtime(self) -> None:
-        # GradScaler's protocol: it leaves unscaling and the skip to step(), through these attributes.
+        self._records: dict[Tensor, ParameterRecord] = {}
+        # GradScaler's protocol: it leaves unscaling and the skip to step(), through the attributes grad_scale and
+        # found_inf, which it makes and deletes around the call.
         self._step_supports_amp_scaling = True
-        self.grad_scale: Tensor | None = None
-        self.found_inf: Tensor | None = None
         self._skipped_steps: Tensor | int = 0
 
     # ------------------------------------------------------------------ construction
@@ -93,37 +96,67 @@ class FlashOptimizer(torch.optim.Optimizer):
             ValueError: an option out of range, or a parameter that cannot be optimized, named.
         """
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        group, where = self.param_groups[-1], f"parameter group {len(self.param_groups) - 1}: "
         try:
-            _check_options(group, f"parameter group {len(self.param_groups) - 1}: ")
-            self._check_group(group)
+            check_options(group, where)
+            check_torch_options(group, where)
+            check_common(group, where)
+            self._check_group(group, where)
+            lr = float(group.get("initial_lr", group["lr"]))
+            if self._option(group, "decouple_lr") and lr == 0.0:
+                raise ValueError(f"{where}decouple_lr=True scales the decay by lr / initial lr, which must not be 0")
             names = group.get("param_names", [None] * len(group["params"]))
             for parameter, name in zip(group["params"], names, strict=True):
-                _check_parameter(parameter, name)
-        except (TypeError, ValueError):
+                check_parameter(parameter, name)
+        except (TypeError, ValueError, RuntimeError):
             self.param_groups.pop()
             raise
-        self._records.clear()
+        self._first_lr.append(lr)
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        """Check the hyperparameters of a group; subclasses extend it."""
-        lr = float(group["lr"])
-        if not lr >= 0.0 or math.isinf(lr):
-            raise ValueError(f"lr must be a finite number >= 0, got {lr}")
-        if not float(group["weight_decay"]) >= 0.0:
-            raise ValueError(f"weight_decay must be >= 0, got {group['weight_decay']}")
+    def _check_group(self, group: dict[str, Any], where: str) -> None:
+        """Check the hyperparameters of a group beside lr and weight_decay."""
 
     def _option(self, group: Mapping[str, Any], name: str) -> Any:
         return group.get(name, self._options[name])
 
+    def _decay_rate(self, index: int) -> float:
+        """Return the decoupled decay of a group per unit of learning rate: the factor is 1 - lr * decay_rate.
+
+        With ``decouple_lr`` the factor is 1 - weight_decay * lr / initial lr; the initial one is the group's own
+        ``initial_lr``, which schedulers set, else the one that the group was made with.
+        """
+        group = self.param_groups[index]
+        rate = float(group["weight_decay"])
+        if rate and self._option(group, "decouple_lr"):
+            rate /= float(group.get("initial_lr", self._first_lr[index]))
+        return rate
+
+    def _hyperparameters(self, index: int) -> Hyperparameters:
+        """Return the hyperparameters of a group as they are now, and with them its rule."""
+        raise TypeError(f"{type(self).__name__} is the base of the optimizers; use a subclass")
+
     def format_spec(self) -> dict[str, Any]:
         """Return the record of the number format that a checkpoint carries (JSON-serializable)."""
-        return FormatSpec(optimizer=type(self).__name__, **self._options).to_dict()
+        options = {name: self._options[name] for name in ("master_weight_bits", "quantize", "rounding", "seed")}
+        return FormatSpec(optimizer=type(self).__name__, **options).to_dict()
 
     @property
     def skipped_steps(self) -> int:
         """Number of steps skipped because a gradient was not finite. Reading it synchronizes with the device."""
         return int(self._skipped_steps)
+
+    def numerics_report(self) -> NumericsReport:
+        """Return, by parameter, how many updates were too small to change a weight; ``str()`` of it is a table.
+
+        Of this rank's shard; no communication. Reading it synchronizes with the device, once. What counts as too small
+        is defined in ``optim.update_check``.
+
+        Raises:
+            RuntimeError: the optimizer was not made with check_numerics=True.
+        """
+        if self._update_check is None:
+            raise RuntimeError("updates are not counted: make the optimizer with check_numerics=True")
+        return self._update_check.report()
 
     # ------------------------------------------------------------------ records and state
 
@@ -136,32 +169,29 @@ class FlashOptimizer(torch.optim.Optimizer):
                 yield parameter, name, ordinal, group
                 ordinal += 1
 
-    def _build_records(self) -> None:
-        old = self._records
-        self._records = {}
-        for parameter, name, ordinal, group in self._named():
-            label = canonical_name(name) if name is not None else f"#{ordinal}"
-            layout = shard_layout(parameter, label)
-            key = None
-            if self._option(group, "rounding") == "stochastic":
-                key = noise_key(self._option(group, "seed"), parameter_id(name, ordinal))
-            entries = entry_specs(
-                layout,
-                self._moments_of(group),
-                quantize=self._option(group, "quantize"),
-                correction_bits=correction_bits(parameter.dtype, self._option(group, "master_weight_bits")),
-            )
-            record = ParameterRecord(label, layout, entries, key)
-            if parameter in old:
-                record.seen = old[parameter].seen
-            self._records[parameter] = record
+    def _new_records(self, groups: list[dict[str, Any]]) -> dict[Tensor, ParameterRecord]:
+        """Return records for parameters in these groups (the optimizer's own, or ones about to be loaded)."""
+        records = {}
+        group_of = [group for group in groups for _ in group["params"]]
+        for parameter, name, ordinal, _ in self._named():
+            group = group_of[ordinal]
+            options = {option: self._option(group, option) for option in self.group_options}
+            records[parameter] = new_record(parameter, name, ordinal, self._moments_of(group), options)
+        return records
 
     def _record(self, parameter: Tensor) -> ParameterRecord:
         record = self._records.get(parameter)
-        if record is None or record.layout.local_shape != tuple(local_tensor(parameter).shape):
-            self._build_records()
+        if record is None or not record.fits(parameter):
+            self._renew_records()
+            if parameter not in self._records:
+                raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is not one of this optimizer's")
             record = self._records[parameter]
         return record
+
+    def _renew_records(self) -> None:
+        old, self._records = self._records, self._new_records(self.param_groups)
+        for parameter, record in self._records.items():
+            record.seen = old[parameter].seen if parameter in old else None
 
     def _moments_of(self, group: Mapping[str, Any]) -> tuple[MomentSpec, ...]:
         """Return the moments that parameters of this group keep; SGD without momentum keeps none."""
@@ -172,62 +202,69 @@ class FlashOptimizer(torch.optim.Optimizer):
 
         State is zero: it decodes to zero moments and to the 16-bit weights as they are, whenever those are set.
         """
+        made = []
         for parameter, _, _, _ in self._named():
             if parameter.requires_grad and not self.state.get(parameter):
-                self.state[parameter] = new_state(self._record(parameter).entries, parameter)
+                made.append(self._make_state(parameter))
+        _log_precisions(made)
+
+    def _make_state(self, parameter: Tensor) -> ParameterRecord:
+        record = self._record(parameter)
+        self.state[parameter] = new_state(record.entries, parameter)
+        return record
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch's optimizers do; once any parameter has state, all trainable ones are included.
 
         A parameter that never had a gradient is saved with zero state and step 0, so that a checkpoint always matches
-        the template a fresh optimizer gives. A never-stepped optimizer has an empty state. All tensors are the live
-        ones.
+        the template a fresh optimizer gives. A never-stepped optimizer has an empty state. Tensors are the live ones;
+        with ``compress_state_dict=False`` the moments are decoded to new fp32 tensors without scales, which torch's
+        optimizers load. ``"format"`` beside ``"state"`` and ``"param_groups"`` is :meth:`format_spec`.
         """
         if self.state:
             self.init_state()
-        return super().state_dict()
+        result = super().state_dict()
+        for parameter, _, ordinal, _ in self._named():
+            if ordinal in result["state"]:
+                result["state"][ordinal] = self._saved_entries(parameter, result["state"][ordinal])
+        return {**result, "format": self.format_spec()}
+
+    @torch.no_grad()
+    def _saved_entries(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a parameter's state as it is saved: without a stale correction, decoded if that is asked for."""
+        entries, record = dict(state), self._record(parameter)
+        if ERROR_BITS in entries and self._is_stale(parameter, record):
+            entries[ERROR_BITS] = torch.zeros_like(entries[ERROR_BITS])
+        for moment in () if self.compress_state_dict else self.moment_specs:
+            if moment.scale_name in entries:
+                scale = local_tensor(entries.pop(moment.scale_name))
+                values = dequantize(local_tensor(entries[moment.name]), scale, record.layout, moment)
+                entries[moment.name] = like_parameter(values, parameter, record.layout.global_shape)
+        return entries
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of this optimizer, bit for bit, or one of torch's, quantized on the way in.
 
-        Parameters are matched by name where both sides have names, else by order. Correction bits that come with the
-        state are kept until the first step, whatever is loaded into the weights in between.
+        Parameters are matched by name where both sides have names, else by order. Hyperparameters are the saved ones,
+        as in torch; the options of the format (master_weight_bits, quantize, rounding, seed, decouple_lr) stay this
+        optimizer's, and state in another form is converted, parameter by parameter, with one warning that says so.
+        Correction bits that come with the state are kept until the first step, whatever is loaded into the weights in
+        between.
 
         Raises:
-            ValueError: other groups or parameters, shapes or formats, with the parameter named.
+            ValueError: other groups or parameters, shapes or formats, with the parameter named. Nothing is changed.
         """
         load_state(self, state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if not hasattr(self, "_records"):  # unpickled or deep-copied
-            self._records = {}
             self._init_runtime()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_options": self._options}
-
-    def reset_corrections(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Zero the correction bits of some parameters (default: all), after weights changed behind the optimizer's
-        back.
-
-        ``step`` does so by itself where torch leaves a trace of the change (``load_state_dict``, ``copy_``); writes
-        through ``.data``, foreach operations and collectives leave none.
-        """
-        chosen = None if parameters is None else set(parameters)
-        for parameter, state in self.state.items():
-            if ERROR_BITS in state and (chosen is None or parameter in chosen):
-                local_tensor(state[ERROR_BITS]).zero_()
-
-    def _drop_stale_correction(self, parameter: Tensor, record: ParameterRecord, state: dict[str, Any]) -> None:
-        """Zero the correction of a weight that changed since the last step; it belongs to the old weight."""
-        if record.seen is not None and ERROR_BITS in state and _fingerprint(parameter) != record.seen:
-            local_tensor(state[ERROR_BITS]).zero_()
-
-    def _forget_weights(self) -> None:
-        """Take the weights as they are at the next step for those that the corrections belong to."""
-        for record in self._records.values():
-            record.seen = None
+        kept = ("_options", "_fused", "_first_lr", "compress_state_dict")
+        state = {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
+        return {**state, "_update_check": None if self._update_check is None else UpdateCheck()}
 
     # ------------------------------------------------------------------ the step
 
@@ -242,7 +279,8 @@ class FlashOptimizer(torch.optim.Optimizer):
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: a sparse gradient, or one whose placements differ from its parameter's, named.
+            RuntimeError: a sparse gradient, or one whose placements differ from its parameter's, named; no parameter
+                is changed then.
         """
         loss = None
         if closure is not None:
@@ -254,10 +292,13 @@ class FlashOptimizer(torch.optim.Optimizer):
         if skip:
             self._skipped_steps += 1
             return loss
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_parameter(parameter, group, factor)
+        tasks = self._tasks()
+        for device, of_device in tasks.items():
+            backend_for(device, self._fused)(of_device, factor)
+            for task in of_device:
+                task.record.seen = fingerprint(task.parameter)
+        if self._update_check is not None:
+            self._update_check.poll()
         return loss
 
     def _is_template_step(self) -> bool:
@@ -268,101 +309,71 @@ class FlashOptimizer(torch.optim.Optimizer):
         at only when no state exists yet; a first step with lr = 0 and live gradients is a real one.
         """
         fresh = not self.state
+        made = []
         for parameter, _, _, _ in self._named():
             if parameter.grad is not None and not self.state.get(parameter):
-                _check_gradient(parameter, self._record(parameter).name)
-                self.state[parameter] = new_state(self._record(parameter).entries, parameter)
+                check_gradient(parameter, parameter.grad, self._record(parameter).name)
+                made.append(self._make_state(parameter))
+        _log_precisions(made)
         if not fresh or any(float(group["lr"]) != 0.0 for group in self.param_groups):
             return False
         gradients = [local_tensor(p.grad) for p, _, _, _ in self._named() if p.grad is not None]
         return not any(bool(gradient.count_nonzero()) for gradient in gradients if gradient.numel())
 
     def _amp_factor(self) -> tuple[float, bool]:
-        """Return (factor on the gradients, whether to skip) from GradScaler's attributes."""
-        if self.found_inf is not None and float(self.found_inf) != 0.0:
+        """Return (factor on the gradients, whether to skip) from GradScaler's attributes.
+
+        The scale is absent after ``scaler.unscale_``, which has applied it; what it found is there all the same.
+        """
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found_inf is not None and float(found_inf) != 0.0:
             return 1.0, True
-        return (1.0 if self.grad_scale is None else 1.0 / float(self.grad_scale)), False
+        return (1.0 if grad_scale is None else 1.0 / float(grad_scale)), False
 
-    def _step_parameter(self, parameter: Tensor, group: dict[str, Any], factor: float) -> None:
-        record = self._record(parameter)
-        state = self.state[parameter]
-        gradient = parameter.grad
-        assert gradient is not None
-        _check_gradient(parameter, record.name)
-        self._drop_stale_correction(parameter, record, state)
-        state[STEP] += 1
-        step = int(state[STEP])
-        weight = local_tensor(parameter)
-        scalars, rule = self._rule(group, step)
-        moments = tuple(
-            reference.MomentTensors(
-                signed=moment.signed,
-                values=local_tensor(state[moment.name]),
-                scale=local_tensor(state[moment.scale_name]) if moment.scale_name in state else None,
-            )
-            for moment in self._moments_of(group)
-        )
-        task = reference.ParameterStep(
-            layout=record.layout,
-            weight=weight,
-            gradient=local_tensor(gradient),
-            correction=local_tensor(state[ERROR_BITS]) if ERROR_BITS in state else None,
-            moments=moments,
-            scalars=scalars,
-            gradient_factor=-factor if group.get("maximize", False) else factor,
-            noise_key=record.noise_key,
-            step=step,
-        )
-        reference.step_parameter(task, rule)
-        record.seen = _fingerprint(parameter)
+    def _tasks(self) -> dict[torch.device, list[StepTask]]:
+        """Return the tasks of this step by device: one per parameter with a gradient."""
+        tasks: dict[torch.device, list[StepTask]] = {}
+        for index, group in enumerate(self.param_groups):
+            hyperparameters, moments = self._hyperparameters(index), self._moments_of(group)
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                record = self._record(parameter)
+                if record.moments != moments:
+                    self._renew_records()
+                    record = self._record(parameter)
+                check_gradient(parameter, gradient, record.name)
+                state = self.state[parameter]
+                self._drop_stale_correction(parameter, record, state)
+                weight = local_tensor(parameter)
+                check = self._update_check
+                task = StepTask(
+                    parameter=parameter,
+                    record=record,
+                    weight=weight,
+                    gradient=local_tensor(gradient),
+                    state=state,
+                    hyperparameters=hyperparameters,
+                    fresh_moments=self._complete(parameter, record, state),
+                    counter=None if check is None else check.counter(record.name, weight.device),
+                )
+                tasks.setdefault(weight.device, []).append(task)
+        return tasks
 
-    def _rule(self, group: dict[str, Any], step: int) -> tuple[Any, reference.Rule]:
-        """Return the scalars and the update rule of a group at a step."""
-        raise TypeError(f"{type(self).__name__} is the base of the optimizers; use a subclass")
-
-
-def _fingerprint(parameter: Tensor) -> tuple[Any, ...]:
-    """Return what tells, for free and at best effort, that a weight's memory was written or replaced."""
-    local = local_tensor(parameter)
-    return (local.data_ptr(), parameter._version, local._version)
+    def _complete(self, parameter: Tensor, record: ParameterRecord, state: dict[str, Any]) -> bool:
+        """Create entries that a state lacks (momentum switched on in mid-run); return whether there were any."""
+        if record.checked_state is state:
+            return False
+        missing = [name for name in record.entries if name not in state]
+        for name in missing:
+            state[name] = new_entry(record.entries[name], parameter)
+        record.checked_state = state
+        return bool(missing)
 
 
-def _check_options(options: Mapping[str, Any], where: str) -> None:
-    bits = options.get("master_weight_bits", 24)
-    if bits not in MASTER_WEIGHT_BITS:
-        raise ValueError(f"{where}master_weight_bits must be 24, 32 or None, got {bits!r}")
-    rounding = options.get("rounding", "nearest")
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"{where}rounding must be one of {ROUNDINGS}, got {rounding!r}")
-    if not isinstance(options.get("quantize", True), bool):
-        raise ValueError(f"{where}quantize must be True or False, got {options['quantize']!r}")
-    seed = options.get("seed", 0)
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"{where}seed must be an integer >= 0, got {seed!r}")
-
-
-def _check_parameter(parameter: Tensor, name: str | None) -> None:
-    label = f"parameter {name!r}" if name is not None else f"a parameter of shape {tuple(parameter.shape)}"
-    if parameter.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise TypeError(
-            f"{label} has dtype {parameter.dtype}; this optimizer steps bfloat16, float16 and float32 parameters"
-        )
-    if parameter.layout != torch.strided:
-        raise TypeError(f"{label} has layout {parameter.layout}; only strided parameters can be stepped")
-
-
-def _check_gradient(parameter: Tensor, name: str) -> None:
-    gradient = parameter.grad
-    assert gradient is not None
-    if gradient.is_sparse or gradient.layout != torch.strided:
-        raise RuntimeError(f"parameter {name!r} has a sparse gradient; build its embedding with sparse=False")
-    if isinstance(parameter, DTensor):
-        if not isinstance(gradient, DTensor):
-            raise RuntimeError(
-                f"parameter {name!r} is a DTensor and its gradient is not; set .grad to a DTensor of its placements"
-            )
-        if gradient.placements != parameter.placements:
-            raise RuntimeError(
-                f"parameter {name!r} {tuple(parameter.shape)} has placements {parameter.placements} and its gradient "
-                f"{gradient.placements}; call grad.redistribute(placements=parameter.placements) before step()"
-            )
+def _log_precisions(records: list[ParameterRecord]) -> None:
+    """Log which precision how many parameters got."""
+    if records:
+        kinds = Counter(record.describe() for record in records)
+        _logger.info("optimizer state made: %s", "; ".join(f"{count} x {kind}" for kind, count in kinds.items()))

@@ -6,29 +6,24 @@ be told otherwise; so the load is done here, hooks and checks of torch's kept.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from flashoptim_dist.formats import (
-    canonical_name,
-    decode_momentum,
-    decode_variance,
-    encode_momentum,
-    encode_variance,
-    from_groups,
-    to_groups,
-)
+from flashoptim_dist.formats import canonical_name
+from flashoptim_dist.optim.checks import check_torch_options
+from flashoptim_dist.optim.conversion import convert_correction, dequantize, local_part, quantize
 from flashoptim_dist.optim.state import ERROR_BITS, STEP, MomentSpec, new_entry, new_step
-from flashoptim_dist.sharding import ShardLayout, local_tensor
+from flashoptim_dist.optim.versions import check_format, upgrade
+from flashoptim_dist.sharding import local_tensor
 
 if TYPE_CHECKING:
-    from flashoptim_dist.optim.base import FlashOptimizer, ParameterRecord
+    from flashoptim_dist.optim.base import FlashOptimizer
+    from flashoptim_dist.optim.records import ParameterRecord
 
 
 def load_state(optimizer: FlashOptimizer, state_dict: Mapping[str, Any]) -> None:
@@ -38,29 +33,25 @@ def load_state(optimizer: FlashOptimizer, state_dict: Mapping[str, Any]) -> None
         result = hook(optimizer, loaded)
         if result is not None:
             loaded = result
+    version = check_format(loaded.get("format"))
     saved_groups = deepcopy(loaded["param_groups"])
     _check_groups(optimizer, saved_groups)
     saved_of = _match(optimizer, saved_groups)
+    groups = [_merge_group(optimizer, *pair) for pair in zip(optimizer.param_groups, saved_groups, strict=True)]
+    # What a parameter keeps follows from the loaded hyperparameters (SGD's momentum), not from the present ones.
+    records = optimizer._new_records(groups)
     state: dict[Any, Any] = {}
-    owner = {id(p): g for p, _, _, g in optimizer._named()}
+    conversions = _option_changes(optimizer, loaded.get("format") or {})
     for parameter, saved_id in saved_of.items():
         entries = loaded["state"].get(saved_id)
         if entries:
-            record = optimizer._record(parameter)
-            moments = optimizer._moments_of(owner[id(parameter)])
-            state[parameter] = _load_parameter(parameter, record, moments, entries)
+            entries = upgrade(entries, version)
+            state[parameter] = _load_parameter(optimizer, parameter, records[parameter], entries, conversions)
     matched = set(saved_of.values())
     state.update({key: deepcopy(value) for key, value in loaded["state"].items() if key not in matched})
-    groups = []
-    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        merged = {**group, **saved, "params": group["params"]}
-        if "param_names" in group:
-            merged["param_names"] = group["param_names"]
-        else:
-            merged.pop("param_names", None)
-        groups.append(merged)
     optimizer.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
-    optimizer._forget_weights()
+    optimizer._records = records
+    _say(conversions)
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
@@ -75,6 +66,20 @@ def _check_groups(optimizer: FlashOptimizer, saved_groups: list[dict[str, Any]])
                 f"parameter group {index} of the state has {len(saved['params'])} parameters and this optimizer's has "
                 f"{len(group['params'])}; build the optimizer with the groups it was saved with"
             )
+        check_torch_options(
+            {"amsgrad": saved.get("amsgrad"), "differentiable": saved.get("differentiable")},
+            f"parameter group {index} of the state: ",
+        )
+
+
+def _merge_group(optimizer: FlashOptimizer, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a group with the saved hyperparameters, and its own parameters, names and options of the format."""
+    own = {"params": group["params"]}
+    for name in ("param_names", *optimizer.group_options):
+        saved.pop(name, None)
+        if name in group:
+            own[name] = group[name]
+    return {**group, **saved, **own}
 
 
 def _match(optimizer: FlashOptimizer, saved_groups: list[dict[str, Any]]) -> dict[Tensor, Any]:
@@ -97,109 +102,122 @@ def _match(optimizer: FlashOptimizer, saved_groups: list[dict[str, Any]]) -> dic
 
 
 def _load_parameter(
-    parameter: Tensor, record: ParameterRecord, moments: tuple[MomentSpec, ...], saved: Mapping[str, Any]
+    optimizer: FlashOptimizer,
+    parameter: Tensor,
+    record: ParameterRecord,
+    saved: Mapping[str, Any],
+    conversions: Counter[str],
 ) -> dict[str, Any]:
     """Return the state of one parameter from saved entries, each in the dtype and layout this parameter needs."""
-    step = saved.get(STEP, 0)
+    _check_entries(optimizer, record, saved)
     new = new_step(parameter)
-    new.fill_(float(local_tensor(step) if isinstance(step, Tensor) else step))
+    new.fill_(_saved_step(optimizer, saved))
     state: dict[str, Any] = {STEP: new}
-    for moment in moments:
-        if moment.name not in saved:
-            raise ValueError(
-                f"the state of parameter {record.name!r} has no {moment.name!r} (it has {sorted(saved)}); it "
-                "was saved by another kind of optimizer"
-            )
-        codes = _placed(saved[moment.name], parameter, record, moment.name)
-        scale = saved.get(moment.scale_name)
-        if scale is not None:
-            scale = _placed(scale, parameter, record, moment.scale_name)
-        wants = moment.scale_name in record.entries
-        if wants and scale is None:
-            codes, scale = _quantize(codes, record.layout, moment)
-        elif not wants and scale is not None:
-            codes, scale = _dequantize(codes, scale, record.layout, moment), None
-        _put(state, moment.name, codes, parameter, record)
-        if scale is not None:
-            _put(state, moment.scale_name, scale, parameter, record)
+    for moment in record.moments:
+        if saved.get(moment.name) is not None:
+            _load_moment(optimizer, state, moment, parameter, record, saved, conversions)
+        elif not bool(new):
+            state.update({name: new_entry(record.entries[name], parameter) for name in _names(moment, record)})
+        # else SGD's momentum was switched on after the last step: the next one makes it, as in torch.
     if ERROR_BITS in record.entries:
         target = new_entry(record.entries[ERROR_BITS], parameter)
         if ERROR_BITS in saved:
-            local_tensor(target).copy_(
-                _convert_correction(
-                    _placed(saved[ERROR_BITS], parameter, record, ERROR_BITS), record.entries[ERROR_BITS].dtype
-                )
-            )
+            correction = _placed(saved[ERROR_BITS], parameter, record, ERROR_BITS)
+            dtype = record.entries[ERROR_BITS].dtype
+            if correction.dtype != dtype:
+                conversions[f"corrections of {correction.dtype.itemsize * 8} bits to {dtype.itemsize * 8}"] += 1
+            local_tensor(target).copy_(convert_correction(correction, dtype))
+        elif any(moment.scale_name in saved for moment in optimizer.moment_specs):
+            conversions["16-bit weights without correction to weights with one"] += 1
         state[ERROR_BITS] = target
+    elif ERROR_BITS in saved:
+        conversions["weights with a correction to weights without"] += 1
     return state
 
 
-def _put(state: dict[str, Any], name: str, local: Tensor, parameter: Tensor, record: ParameterRecord) -> None:
-    spec = record.entries[name]
-    target = new_entry(spec, parameter)
-    if local.dtype != spec.dtype and (local.dtype.is_floating_point != spec.dtype.is_floating_point):
+def _names(moment: MomentSpec, record: ParameterRecord) -> list[str]:
+    return [name for name in (moment.name, moment.scale_name) if name in record.entries]
+
+
+def _check_entries(optimizer: FlashOptimizer, record: ParameterRecord, saved: Mapping[str, Any]) -> None:
+    """Refuse entries of another kind of optimizer; those that say nothing (None) are none."""
+    known = {STEP, ERROR_BITS}
+    for moment in optimizer.moment_specs:
+        known |= {moment.name, moment.scale_name}
+    present = {str(name) for name, value in saved.items() if value is not None}
+    missing = {moment.name for moment in record.moments} - present
+    if STEP not in present and not all(moment.signed for moment in record.moments):
+        missing.add(STEP)  # bias correction needs it
+    unstepped = _saved_step(optimizer, saved) == 0.0 and STEP in present
+    if present - known or (missing and not unstepped and not optimizer.moments_are_optional):
         raise ValueError(
-            f"{name!r} of parameter {record.name!r} was saved as {local.dtype}, unreadable as {spec.dtype}: it is "
-            "of another number format"
+            f"the state of parameter {record.name!r} holds {sorted(present)}, and {type(optimizer).__name__} keeps "
+            f"{sorted(known)}; it was saved by another kind of optimizer"
         )
-    local_tensor(target).copy_(local)
-    state[name] = target
+
+
+def _saved_step(optimizer: FlashOptimizer, saved: Mapping[str, Any]) -> float:
+    """Return the step count. torch's SGD saves none: with a momentum it has taken one step at least."""
+    step = saved.get(STEP)
+    if step is not None:
+        return float(local_tensor(step)) if isinstance(step, Tensor) else float(step)
+    return 1.0 if any(saved.get(moment.name) is not None for moment in optimizer.moment_specs) else 0.0
+
+
+def _load_moment(
+    optimizer: FlashOptimizer,
+    state: dict[str, Any],
+    moment: MomentSpec,
+    parameter: Tensor,
+    record: ParameterRecord,
+    saved: Mapping[str, Any],
+    conversions: Counter[str],
+) -> None:
+    """Put a moment (and its scales) into ``state``, quantized or decoded as the parameter needs it."""
+    values = _placed(saved[moment.name], parameter, record, moment.name)
+    scale = saved.get(moment.scale_name)
+    if scale is not None:
+        scale = _placed(scale, parameter, record, moment.scale_name)
+    wants = moment.scale_name in record.entries
+    if wants and scale is None and values.is_floating_point():
+        values, scale = quantize(values, record.layout, moment)
+        if optimizer.compress_state_dict:  # else that is how this optimizer's own state is saved
+            conversions["floating-point moments to 8 bits"] += 1
+    elif not wants and scale is not None:
+        values, scale = dequantize(values, scale, record.layout, moment), None
+        conversions["8-bit moments to fp32"] += 1
+    for name, local in ((moment.name, values), (moment.scale_name, scale)):
+        if local is None:
+            continue
+        spec = record.entries[name]
+        if local.dtype.is_floating_point != spec.dtype.is_floating_point:
+            raise ValueError(
+                f"{name!r} of parameter {record.name!r} was saved as {local.dtype}, unreadable as {spec.dtype}: it is "
+                "of another number format"
+            )
+        state[name] = new_entry(spec, parameter)
+        local_tensor(state[name]).copy_(local)
 
 
 def _placed(value: Any, parameter: Tensor, record: ParameterRecord, name: str) -> Tensor:
-    """Return this rank's part of a saved entry: a DTensor's local tensor, or the slice of a whole tensor."""
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{name!r} of parameter {record.name!r} is no tensor but {type(value).__name__}")
-    is_scale = name.endswith("_scale")
-    global_shape = record.layout.scale_global_shape if is_scale else record.layout.global_shape
-    local_shape = record.layout.scale_local_shape if is_scale else record.layout.local_shape
-    if isinstance(value, DTensor):
-        if tuple(value.shape) != tuple(global_shape):
-            raise ValueError(_shape_message(name, record, tuple(value.shape), global_shape))
-        if isinstance(parameter, DTensor) and value.placements != parameter.placements:
-            value = value.redistribute(parameter.device_mesh, parameter.placements)
-        elif not isinstance(parameter, DTensor):
-            value = value.full_tensor()
-        return local_tensor(value)
-    if tuple(value.shape) == tuple(global_shape) and isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        device = local_tensor(parameter).device
-        return local_tensor(distribute_tensor(value.to(device), mesh, parameter.placements, src_data_rank=None))
-    if tuple(value.shape) != tuple(local_shape):
-        raise ValueError(_shape_message(name, record, tuple(value.shape), global_shape))
-    return value
+    layout, label = record.layout, f"{name!r} of parameter {record.name!r}"
+    if name.endswith("_scale"):
+        return local_part(value, parameter, layout.scale_global_shape, layout.scale_local_shape, label)
+    return local_part(value, parameter, layout.global_shape, layout.local_shape, label)
 
 
-def _shape_message(name: str, record: ParameterRecord, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
-    return (
-        f"{name!r} of parameter {record.name!r} has shape {found} in the state and needs {tuple(wanted)}; it is of "
-        "another model"
-    )
+def _option_changes(optimizer: FlashOptimizer, spec: Mapping[str, Any]) -> Counter[str]:
+    """Return what differs in options that leave no trace in the entries."""
+    live = optimizer.format_spec()
+    changed = "rounding" in spec and spec["rounding"] != live["rounding"]
+    return Counter([f"rounding {spec['rounding']!r} to {live['rounding']!r}"] if changed else [])
 
 
-def _quantize(values: Tensor, layout: ShardLayout, moment: MomentSpec) -> tuple[Tensor, Tensor]:
-    """Encode this rank's part of a floating moment, to nearest."""
-    encode = encode_momentum if moment.signed else encode_variance
-    rows = values.to(torch.float32).reshape(layout.rows, layout.length)
-    codes, scales = encode(to_groups(rows))
-    return from_groups(codes, layout.rows, layout.length).reshape(layout.local_shape), scales.view(
-        layout.scale_local_shape
-    )
-
-
-def _dequantize(codes: Tensor, scales: Tensor, layout: ShardLayout, moment: MomentSpec) -> Tensor:
-    """Decode this rank's part of a compressed moment to fp32."""
-    decode = decode_momentum if moment.signed else decode_variance
-    rows = codes.reshape(layout.rows, layout.length)
-    return from_groups(decode(to_groups(rows), scales.reshape(-1)), layout.rows, layout.length).reshape(
-        layout.local_shape
-    )
-
-
-def _convert_correction(correction: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a correction in another width: int8 gains 8 zero bits, int16 is rounded to its upper 8."""
-    if correction.dtype == dtype:
-        return correction
-    if dtype == torch.int16:
-        return correction.to(torch.int16) << 8
-    return ((correction.to(torch.int32) + 128) >> 8).clamp(-128, 127).to(torch.int8)
+def _say(conversions: Counter[str]) -> None:
+    if conversions:
+        done = "; ".join(f"{what} ({count}x)" for what, count in conversions.items())
+        warnings.warn(
+            f"the loaded optimizer state was converted to this optimizer's options: {done}. Nothing needs to be done; "
+            "what fewer bits cannot hold was rounded to nearest",
+            stacklevel=4,
+        )

@@ -2,15 +2,58 @@
 restate them.
 
 A rule gets tensors of one shape and the scalars of one parameter as plain floats, and returns new tensors. It knows
-nothing of formats, sharding or devices.
+nothing of formats, sharding or devices. All are written without fused multiply-adds (lerp, addcmul, addcdiv), whose
+vector tails would make bits depend on the shard.
+
+Two records per rule: the *hyperparameters* of a group, as the user set them (the learning rate may be a tensor), and
+the *scalars* of one step of one parameter, computed from them in double precision.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+Rule = Callable[[Tensor, Tensor, tuple[Tensor, ...], Any], tuple[Tensor, tuple[Tensor, ...]]]
+"""(weight, gradient, moments, scalars) -> (new weight, new moments), all fp32 and of one shape."""
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What every rule has, per group.
+
+    ``decay_rate``: the weight is multiplied by 1 - lr * decay_rate (decoupled decay). ``l2``: weight decay added to
+    the gradient. ``maximize``: the gradient is negated first. ``lr`` may be a 0-dim tensor on any device.
+    """
+
+    lr: float | Tensor
+    decay_rate: float
+    l2: float
+    maximize: bool
+
+    @property
+    def rule(self) -> Rule:
+        """The update rule."""
+        raise NotImplementedError
+
+    @property
+    def decay(self) -> float:
+        """Factor on the weight. Reading it synchronizes where ``lr`` is a tensor on a GPU."""
+        return 1.0 - float(self.lr) * self.decay_rate
+
+    def scalars(self, step: int, fresh: bool) -> Any:
+        """Return the scalars of step number ``step`` (1 for the first).
+
+        ``fresh``: the moments hold nothing yet (the first step, or momentum was switched on after it).
+        """
+        raise NotImplementedError
+
+
+# ---------------------------------------------------------------------------------------------- Adam
 
 
 @dataclass(frozen=True)
@@ -51,9 +94,6 @@ def adam_update(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """One step of Adam (Kingma and Ba, arXiv 1412.6980) with L2 decay, or of AdamW (Loshchilov and Hutter, arXiv
     1711.05101).
-
-    Written without fused multiply-adds (lerp, addcmul, addcdiv), whose vector tails would make bits depend on the
-    shard.
     """
     momentum, variance = moments
     if scalars.l2:
@@ -65,6 +105,129 @@ def adam_update(
         weight = weight * scalars.decay
     weight = weight - momentum / denominator * scalars.step_size
     return weight, (momentum, variance)
+
+
+@dataclass(frozen=True)
+class AdamHyperparameters(Hyperparameters):
+    """Of Adam and AdamW."""
+
+    beta1: float
+    beta2: float
+    eps: float
+
+    @property
+    def rule(self) -> Rule:
+        """See the base."""
+        return adam_update
+
+    def scalars(self, step: int, fresh: bool) -> AdamScalars:
+        """See the base."""
+        return adam_scalars(
+            lr=float(self.lr), betas=(self.beta1, self.beta2), eps=self.eps, decay=self.decay, l2=self.l2, step=step
+        )
+
+
+# ---------------------------------------------------------------------------------------------- Lion
+
+
+@dataclass(frozen=True)
+class LionScalars:
+    """Scalars of one Lion step. ``decay``: factor on the weight (1 - lr * weight_decay)."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    decay: float
+
+
+def lion_update(
+    weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: LionScalars
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """One step of Lion (Chen et al., arXiv 2302.06675, Algorithm 2): the sign of an interpolated momentum."""
+    (momentum,) = moments
+    direction = torch.sign(momentum * scalars.beta1 + gradient * (1.0 - scalars.beta1))
+    momentum = momentum * scalars.beta2 + gradient * (1.0 - scalars.beta2)
+    if scalars.decay != 1.0:
+        weight = weight * scalars.decay
+    return weight - direction * scalars.lr, (momentum,)
+
+
+@dataclass(frozen=True)
+class LionHyperparameters(Hyperparameters):
+    """Of Lion."""
+
+    beta1: float
+    beta2: float
+
+    @property
+    def rule(self) -> Rule:
+        """See the base."""
+        return lion_update
+
+    def scalars(self, step: int, fresh: bool) -> LionScalars:
+        """See the base."""
+        return LionScalars(lr=float(self.lr), beta1=self.beta1, beta2=self.beta2, decay=self.decay)
+
+
+# ---------------------------------------------------------------------------------------------- SGD
+
+
+@dataclass(frozen=True)
+class SgdScalars:
+    """Scalars of one SGD step.
+
+    ``gain``: factor on the gradient that enters the momentum (1 - dampening; 1 where the momentum is fresh, as in
+    torch). ``decay``: factor on the weight. ``l2``: weight decay added to the gradient.
+    """
+
+    lr: float
+    momentum: float
+    gain: float
+    nesterov: bool
+    decay: float
+    l2: float
+
+
+def sgd_update(
+    weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: SgdScalars
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """One step of SGD as torch defines it (the learning rate outside the momentum); without moments, plain SGD."""
+    if scalars.l2:
+        gradient = gradient + weight * scalars.l2
+    direction = gradient
+    if moments:
+        (momentum,) = moments
+        momentum = momentum * scalars.momentum + gradient * scalars.gain
+        direction = gradient + momentum * scalars.momentum if scalars.nesterov else momentum
+        moments = (momentum,)
+    if scalars.decay != 1.0:
+        weight = weight * scalars.decay
+    return weight - direction * scalars.lr, moments
+
+
+@dataclass(frozen=True)
+class SgdHyperparameters(Hyperparameters):
+    """Of SGD with L2 or decoupled decay."""
+
+    momentum: float
+    dampening: float
+    nesterov: bool
+
+    @property
+    def rule(self) -> Rule:
+        """See the base."""
+        return sgd_update
+
+    def scalars(self, step: int, fresh: bool) -> SgdScalars:
+        """See the base."""
+        return SgdScalars(
+            lr=float(self.lr),
+            momentum=self.momentum,
+            gain=1.0 if fresh else 1.0 - self.dampening,
+            nesterov=self.nesterov,
+            decay=self.decay,
+            l2=self.l2,
+        )
 
 
 def contain_overflow(moments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

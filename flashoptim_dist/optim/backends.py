@@ -1,0 +1,80 @@
+"""Who does the arithmetic of a step: tasks, one per parameter, and the backend that a device's tasks are handed to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flashoptim_dist.optim import reference
+from flashoptim_dist.optim.rules import Hyperparameters
+from flashoptim_dist.optim.state import ERROR_BITS, STEP
+from flashoptim_dist.optim.update_check import counting
+from flashoptim_dist.sharding import local_tensor
+
+if TYPE_CHECKING:
+    from flashoptim_dist.optim.records import ParameterRecord
+
+
+@dataclass
+class StepTask:
+    """One parameter's step on this rank. ``weight`` and ``gradient`` are local tensors; ``state`` is the live state.
+
+    ``fresh_moments``: the moments were made for this very step, so they hold nothing yet, whatever the step count.
+    ``counter``: where updates too small to change the weight are counted (int64 [2]), or None.
+    """
+
+    parameter: Tensor
+    record: ParameterRecord
+    weight: Tensor
+    gradient: Tensor
+    state: dict[str, Any]
+    hyperparameters: Hyperparameters
+    fresh_moments: bool
+    counter: Tensor | None
+
+
+Backend = Callable[[Sequence[StepTask], float], None]
+"""(tasks of one device, factor on all gradients): updates weights and states in place and advances ``step``."""
+
+
+def backend_for(device: torch.device, fused: bool | None) -> Backend:
+    """Return who steps the tasks of a device; ``fused`` is the optimizer's argument."""
+    return step_with_torch
+
+
+def step_with_torch(tasks: Sequence[StepTask], gradient_factor: float) -> None:
+    """Step in pure torch, one parameter after the other; the definition of the step, on any device."""
+    for task in tasks:
+        state, record, hyperparameters = task.state, task.record, task.hyperparameters
+        state[STEP] += 1
+        step = int(state[STEP])
+        error_bits = state.get(ERROR_BITS) if ERROR_BITS in record.entries else None
+        moments = tuple(
+            reference.MomentTensors(
+                signed=moment.signed,
+                values=local_tensor(state[moment.name]),
+                scale=local_tensor(state[moment.scale_name]) if moment.scale_name in record.entries else None,
+            )
+            for moment in record.moments
+        )
+        rule = hyperparameters.rule
+        if task.counter is not None and float(hyperparameters.lr) != 0.0:
+            rule = counting(rule, task.counter, task.weight.dtype, record.correction_bits, record.noise_key is not None)
+        reference.step_parameter(
+            reference.ParameterStep(
+                layout=record.layout,
+                weight=task.weight,
+                gradient=task.gradient,
+                correction=None if error_bits is None else local_tensor(error_bits),
+                moments=moments,
+                scalars=hyperparameters.scalars(step, fresh=task.fresh_moments or step == 1),
+                gradient_factor=-gradient_factor if hyperparameters.maximize else gradient_factor,
+                noise_key=record.noise_key,
+                step=step,
+            ),
+            rule,
+        )

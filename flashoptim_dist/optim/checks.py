@@ -1,0 +1,120 @@
+"""What an optimizer refuses, by name and with the way out: options, parameters and gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from flashoptim_dist.formats import MASTER_WEIGHT_BITS, ROUNDINGS
+
+
+def check_options(options: Mapping[str, Any], where: str) -> None:
+    """Check the options of ours that stand in ``options``; ``where`` begins the message.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+    bits = options.get("master_weight_bits", 24)
+    if bits not in MASTER_WEIGHT_BITS:
+        raise ValueError(f"{where}master_weight_bits must be 24, 32 or None, got {bits!r}")
+    rounding = options.get("rounding", "nearest")
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"{where}rounding must be one of {ROUNDINGS}, got {rounding!r}")
+    for name in ("quantize", "decouple_lr", "compress_state_dict", "check_numerics"):
+        if not isinstance(options.get(name, True), bool):
+            raise ValueError(f"{where}{name} must be True or False, got {options[name]!r}")
+    seed = options.get("seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"{where}seed must be an integer >= 0, got {seed!r}")
+
+
+def check_torch_options(options: Mapping[str, Any], where: str) -> None:
+    """Check torch's own switches, which say how a step runs there.
+
+    ``fused``: None chooses by device, False never takes the Triton kernels, True demands them of CUDA parameters.
+    ``foreach`` and ``capturable`` are accepted and change nothing: all tensors of a device are stepped together, and
+    the kernels can always be captured.
+
+    Raises:
+        ValueError: amsgrad or differentiable, which compressed state cannot serve. RuntimeError: fused and foreach
+            both True, as in torch.
+    """
+    for name in ("fused", "foreach"):
+        if options.get(name) not in (None, True, False):
+            raise ValueError(f"{where}{name} must be True, False or None, got {options[name]!r}")
+    if options.get("fused") and options.get("foreach"):
+        raise RuntimeError(f"{where}`fused` and `foreach` cannot be `True` together")
+    if options.get("amsgrad"):
+        raise ValueError(
+            f"{where}amsgrad=True is not supported: it keeps a third moment, which has no compressed form here. Use "
+            "torch.optim's optimizer for it (every argument after weight_decay goes by keyword)"
+        )
+    if options.get("differentiable"):
+        raise ValueError(
+            f"{where}differentiable=True is not supported: no gradient flows through compressed state. Use "
+            "torch.optim's optimizer for it"
+        )
+
+
+def check_common(group: Mapping[str, Any], where: str) -> None:
+    """Check the learning rate and the weight decay of a group.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+    lr = float(group["lr"])
+    if not lr >= 0.0 or math.isinf(lr):
+        raise ValueError(f"{where}lr must be a finite number >= 0, got {lr}")
+    if not float(group["weight_decay"]) >= 0.0:
+        raise ValueError(f"{where}weight_decay must be >= 0, got {group['weight_decay']}")
+
+
+def check_betas(group: Mapping[str, Any], where: str) -> None:
+    """Check the two decay rates of a group.
+
+    Raises:
+        ValueError: they are not two numbers in [0, 1).
+    """
+    betas = group["betas"]
+    if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
+        raise ValueError(f"{where}betas must be two numbers in [0, 1), got {betas}")
+
+
+def check_parameter(parameter: Tensor, name: str | None) -> None:
+    """Check that a parameter can be stepped.
+
+    Raises:
+        TypeError: it has another dtype than bf16, fp16 or fp32, or is not strided.
+    """
+    label = f"parameter {name!r}" if name is not None else f"a parameter of shape {tuple(parameter.shape)}"
+    if parameter.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(
+            f"{label} has dtype {parameter.dtype}; this optimizer steps bfloat16, float16 and float32 parameters"
+        )
+    if parameter.layout != torch.strided:
+        raise TypeError(f"{label} has layout {parameter.layout}; only strided parameters can be stepped")
+
+
+def check_gradient(parameter: Tensor, gradient: Tensor, name: str) -> None:
+    """Check that a gradient lies as its parameter does.
+
+    Raises:
+        RuntimeError: it is sparse, or no DTensor of the parameter's placements where the parameter is one.
+    """
+    if gradient.is_sparse or gradient.layout != torch.strided:
+        raise RuntimeError(f"parameter {name!r} has a sparse gradient; build its embedding with sparse=False")
+    if isinstance(parameter, DTensor):
+        if not isinstance(gradient, DTensor):
+            raise RuntimeError(
+                f"parameter {name!r} is a DTensor and its gradient is not; set .grad to a DTensor of its placements"
+            )
+        if gradient.placements != parameter.placements:
+            raise RuntimeError(
+                f"parameter {name!r} {tuple(parameter.shape)} has placements {parameter.placements} and its gradient "
+                f"{gradient.placements}; call grad.redistribute(placements=parameter.placements) before step()"
+            )
