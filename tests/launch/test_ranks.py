@@ -1,0 +1,31 @@
+"""launch/ranks.py: how a failed rank is told and what code it leaves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RANKS = Path(__file__).resolve().parents[2] / "launch" / "ranks.py"
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "told"),
+    [
+        ("pass", 0, ""),
+        ("print('error: no such model', file=sys.stderr); sys.exit(2)", 2, "error: no such model\n"),
+        ("sys.exit(3 if rank == 1 else 0)", 1, "rank 1 ended with exit code 3"),
+        ("rank == 1 and os.kill(os.getpid(), signal.SIGKILL)", 1, "rank 1 ended with SIGKILL"),
+    ],
+)
+def test_ending(tmp_path: Path, ending: str, code: int, told: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import os, signal, sys\nrank = int(os.environ['RANK'])\n{ending}\n")
+    command = [sys.executable, RANKS, "--standalone", "--nproc-per-node", "2", script]
+    environment = {"OMP_NUM_THREADS": "1", "PATH": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stderr
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
