@@ -1,4 +1,4 @@
-"""A folder of checkpoints by step: `latest`, and how many are kept."""
+"""A folder of checkpoints by step: the latest, how many are kept, saves in the background."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from flashoptim_dist.checkpoint import layout, retention, saving, snapshot
-from flashoptim_dist.checkpoint.errors import DamagedCheckpointError
+from flashoptim_dist.checkpoint import async_saving, layout, retention, saving, snapshot
+from flashoptim_dist.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from flashoptim_dist.checkpoint.files import local_path, write_durably
 from flashoptim_dist.checkpoint.loading import load
 from flashoptim_dist.checkpoint.names import ModelParts, Optimizers, as_optimizers, as_parts
+from flashoptim_dist.checkpoint.pending import finish_pending
 from flashoptim_dist.checkpoint.ranks import own_ranks
 from flashoptim_dist.checkpoint.verify import Verify
 
@@ -21,14 +22,17 @@ from flashoptim_dist.checkpoint.verify import Verify
 class Checkpointer:
     """Saves and loads a training run by step number (all ranks make one, and call its methods together).
 
+    Usable as a context manager: leaving it waits for a background save.
+
     Args:
-        directory: the folder; made at the first save.
+        directory: the folder; made at the first save. One run at a time writes to it.
         model: the module, or the list of this rank's parts of it.
         optimizer: one or several.
         scheduler: an object with ``state_dict``, or a list of them.
         dataloader: an object with ``state_dict``, each rank's own.
         keep_last: how many of the newest checkpoints to keep; None keeps all.
         keep_every: also keep every checkpoint whose step is a multiple of this.
+        background: whether ``save`` returns once the state is copied to host memory, and writes it in the background.
         rng: whether to save and restore the random states of Python, numpy and torch.
         process_group: the ranks that take part; default all.
     """
@@ -43,6 +47,7 @@ class Checkpointer:
         dataloader: Any = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        background: bool = False,
         rng: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -57,6 +62,7 @@ class Checkpointer:
         self.dataloader = dataloader
         self.keep_last = keep_last
         self.keep_every = keep_every
+        self.background = background
         self.rng = rng
         self.process_group = process_group
 
@@ -65,17 +71,27 @@ class Checkpointer:
 
         ``latest`` moves, and older checkpoints go, only when this one is on disk.
 
+        Args:
+            step: steps done.
+            extras: see :func:`save`.
+
         Raises:
-            CheckpointError: on every rank; the checkpoints that were there are untouched.
+            CheckpointError: on every rank; the checkpoints that were there are untouched. With ``background`` a failed
+                save surfaces at the next call of this object, which then does nothing else.
         """
         if step < 0:
             raise ValueError(f"step={step} must not be negative")
-        source = snapshot.Source(
-            as_parts(self.model), as_optimizers(self.optimizer), self.scheduler, self.dataloader, extras, self.rng
-        )
+        finish_pending()
+        optimizers = as_optimizers(self.optimizer)
+        source = snapshot.Source(as_parts(self.model), optimizers, self.scheduler, self.dataloader, extras, self.rng)
+        ranks = own_ranks(self.process_group)
         target = self.directory / layout.step_name(step)
-        prepared = saving.prepare(target, source, own_ranks(self.process_group), overwrite=True)
-        saving.write(prepared, lambda: self._publish(step))
+        ranks.on_first(f"saving {target}", lambda: retention.clean(self.directory))
+        job = saving.prepare(target, source, ranks, overwrite=True, published=lambda: self._publish(step))
+        if self.background:
+            async_saving.start(job, async_saving.staging_for(optimizers[0]))
+        else:
+            saving.write(job, job.planner)
 
     def load(
         self, step: int | None = None, *, extras: MutableMapping[str, Any] | None = None, verify: Verify = "size"
@@ -83,8 +99,8 @@ class Checkpointer:
         """Load a step, or the latest one that is whole.
 
         Args:
-            step: which one. With None the newest is taken; where it is damaged, a warning names the file and the next
-                older one is taken.
+            step: which one. With None the one that ``latest`` names is taken; where it is damaged, a warning names the
+                file and the next older one is taken.
             extras: filled with the saved extras.
             verify: see :func:`load`.
 
@@ -95,9 +111,11 @@ class Checkpointer:
             CheckpointError: the step asked for is not there or damaged; none of the checkpoints is whole; or the newest
                 does not fit this run.
         """
+        finish_pending()
         ranks = own_ranks(self.process_group)
-        doing = f"loading from {self.directory}"
-        candidates = ranks.together(doing, self._candidates)[0] if step is None else [step]
+        candidates = ranks.on_first(
+            f"loading from {self.directory}", lambda: self._candidates() if step is None else [step]
+        )
         damage: list[str] = []
         for candidate in candidates:
             try:
@@ -122,13 +140,45 @@ class Checkpointer:
             raise DamagedCheckpointError("no checkpoint is whole: " + "; ".join(damage))
         return None
 
+    def wait(self) -> None:
+        """Wait for a background save.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        finish_pending()
+
+    def close(self) -> None:
+        """Wait for a background save and give the staging memory back.
+
+        Raises:
+            CheckpointError: the save failed.
+        """
+        try:
+            finish_pending()
+        finally:
+            async_saving.staging_for(as_optimizers(self.optimizer)[0]).release()
+
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, in ascending order."""
         return layout.steps_in(self.directory)
 
+    def __enter__(self) -> Checkpointer:
+        """Return itself."""
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        """Close; an error on the way out does not hide the one that led here."""
+        try:
+            self.close()
+        except CheckpointError:
+            if error is None:
+                raise
+
     def _candidates(self) -> list[int]:
-        """Return the steps to try: what ``latest`` names first, then older ones, then newer ones."""
-        retention.recover(self.directory)
+        """Return the steps to try: the one that ``latest`` names, then older ones, then newer ones."""
+        for replaced in self.directory.glob(".step-*.replaced"):
+            saving.recover(self.directory / replaced.name.removeprefix(".").removesuffix(".replaced"))
         steps = self.steps()
         pointed = retention.read_latest(self.directory)
         if pointed is None:

@@ -12,6 +12,7 @@ from flashoptim_dist.checkpoint.errors import CheckpointFormatError
 from flashoptim_dist.checkpoint.layout import MODEL
 from flashoptim_dist.checkpoint.reader import SafeReader
 from flashoptim_dist.checkpoint.snapshot import LAYOUT_VERSION, format_of
+from flashoptim_dist.optim.versions import check_format
 
 _SHOWN = 5
 
@@ -26,34 +27,47 @@ def check_record(record: Mapping[str, Any]) -> None:
         )
 
 
-def check_optimizers(record: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse states in a number format that the live optimizers do not read."""
-    saved = record.get("optimizers", [])
+def specs_for(record: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any] | None]:
+    """Return for every live optimizer the format record of the saved one, None where that was one of torch's.
+
+    Raises:
+        CheckpointFormatError: a live optimizer does not read the saved format.
+    """
+    saved = list(record.get("optimizers", []))
+    specs: list[dict[str, Any] | None] = []
     for index, optimizer in enumerate(optimizers):
         live = format_of(optimizer)
-        for theirs in saved if len(saved) != len(optimizers) else [saved[index]]:
-            _check_pair(theirs, live, record)
+        # Pipeline stages may be spread otherwise than they were: then go by the kind of optimizer.
+        alike = [theirs for theirs in saved if _family(theirs["optimizer"]) == _family(live["optimizer"])]
+        theirs = saved[index] if len(saved) == len(optimizers) else (alike or saved or [None])[0]
+        if theirs is None or theirs["name"] is None:
+            specs.append(None)  # plain fp32 or bf16 states: the optimizer itself says whether it takes them
+            continue
+        _check_pair(theirs, live, record)
+        specs.append(theirs)
+    return specs
 
 
 def _check_pair(theirs: Mapping[str, Any], live: Mapping[str, Any], record: Mapping[str, Any]) -> None:
     way_out = "Convert it with `flashoptim-dist convert`"
-    if theirs["name"] is None:
-        return  # plain fp32 or bf16 states: any optimizer of the family takes them
     if live["name"] is None:
         raise CheckpointFormatError(
-            f"its optimizer states are {theirs['optimizer']}'s, in format {theirs['name']!r} version {theirs['version']}, "
-            f"and {live['optimizer']} can't read that. {way_out}, or load it with {theirs['optimizer']}"
+            f"its optimizer states are {theirs['optimizer']}'s, in format {theirs['name']!r} version "
+            f"{theirs['version']}, and {live['optimizer']} can't read that. {way_out}, or load it with "
+            f"{theirs['optimizer']}"
         )
-    if (theirs["name"], theirs["version"], theirs["group_size"]) != (live["name"], live["version"], live["group_size"]):
+    try:
+        check_format(theirs)
+    except ValueError as error:
         raise CheckpointFormatError(
             f"its optimizer states have format {theirs['name']!r} version {theirs['version']} with groups of "
             f"{theirs['group_size']}, and this library reads {live['name']!r} version {live['version']} with groups of "
             f"{live['group_size']}. {way_out}, or load it with {_writer(record)}"
-        )
+        ) from error
     if _family(theirs["optimizer"]) != _family(live["optimizer"]):
         raise CheckpointFormatError(
-            f"its optimizer states are {theirs['optimizer']}'s, and {live['optimizer']} keeps other ones. {way_out}, or "
-            f"load it with {theirs['optimizer']}"
+            f"its optimizer states are {theirs['optimizer']}'s, and {live['optimizer']} keeps other ones. {way_out}, "
+            f"or load it with {theirs['optimizer']}"
         )
 
 

@@ -10,18 +10,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from flashoptim_dist.checkpoint import layout
 from flashoptim_dist.checkpoint.files import local_path
-from flashoptim_dist.checkpoint.format_check import check_model, check_optimizers, check_record, check_unknown
+from flashoptim_dist.checkpoint.format_check import check_model, check_record, check_unknown, specs_for
 from flashoptim_dist.checkpoint.names import ModelParts, Optimizers, as_optimizers, as_parts, parameter_names
-from flashoptim_dist.checkpoint.optimizer_state import OptimizerLoad
-from flashoptim_dist.checkpoint.planners import InPlacePlanner
-from flashoptim_dist.checkpoint.ranks import own_ranks
+from flashoptim_dist.checkpoint.optimizer_state import OptimizerLoad, SavedOptimizer
+from flashoptim_dist.checkpoint.pending import finish_pending
+from flashoptim_dist.checkpoint.ranks import Ranks, own_ranks
 from flashoptim_dist.checkpoint.reader import SafeReader
 from flashoptim_dist.checkpoint.run_state import ExtrasLoad, load_dataloader, load_rng, load_state
-from flashoptim_dist.checkpoint.verify import Verify, check_files
+from flashoptim_dist.checkpoint.saving import recover
+from flashoptim_dist.checkpoint.verify import Verify, check_files, check_manifest_exists
 
 
 @dataclass(frozen=True)
@@ -74,62 +76,85 @@ def load(
         CheckpointFormatError: another format version, optimizer or model.
         UnsafeCheckpointError: a file asks for classes that no checkpoint needs.
     """
+    finish_pending()
     ranks = own_ranks(process_group)
     target = local_path(path)
+    load_ = _Load(target, as_parts(model), as_optimizers(optimizer), ranks)
     doing = f"loading {target}"
-    parts, optimizers = as_parts(model), as_optimizers(optimizer)
-    reader: SafeReader | None = None
-    record: dict[str, Any] = {}
+    ranks.on_first(doing, lambda: recover(target))
+    ranks.run(doing, lambda: load_.open(verify))
+    known = ranks.all_gather(doing, load_.match_model)
+    ranks.run(doing, lambda: check_unknown(load_.reader, set().union(*known)))
+    found = ranks.run(doing, lambda: load_.read(scheduler, dataloader, extras, rng))
+    return Loaded(target, load_.record.get("world_size"), found)
 
-    def open_checkpoint() -> None:
-        nonlocal reader, record
-        check_files(target, verify, ranks.rank, ranks.world_size)
-        reader = SafeReader(target)
-        record = reader.object(layout.FORMAT) if reader.is_object(layout.FORMAT) else {}
-        check_record(record)
-        check_optimizers(record, optimizers)
 
-    ranks.together(doing, open_checkpoint)
-    assert reader is not None
-    opened = reader
-    tensors: dict[str, Any] = {}
-    model_states: list[dict[str, Any]] = []
-    optimizer_load = OptimizerLoad(opened, parameter_names(parts), optimizers)
+class _Load:
+    """The steps of one load on one rank; none of them communicates."""
 
-    def match() -> set[str]:
-        for part in parts:
-            state = get_model_state_dict(part)
-            model_states.append(state)
-            check_model(state, opened)
-        return {name for state in model_states for name in state}
+    def __init__(
+        self, target: Path, parts: list[nn.Module], optimizers: list[torch.optim.Optimizer], ranks: Ranks
+    ) -> None:
+        self.target = target
+        self.parts = parts
+        self.optimizers = optimizers
+        self.ranks = ranks
+        self.record: dict[str, Any] = {}
+        self._states: list[dict[str, Any]] = []
 
-    known = set().union(*ranks.together(doing, match))
+    def open(self, verify: Verify) -> None:
+        """Check the files, and whether the checkpoint's format is one that the optimizers read."""
+        check_files(self.target, verify, self.ranks.rank, self.ranks.world_size)
+        self.reader = SafeReader(self.target)
+        if self.reader.is_object(layout.FORMAT):
+            self.record = self.reader.object(layout.FORMAT)
+            check_manifest_exists(self.target)
+        check_record(self.record)
+        self._specs = specs_for(self.record, self.optimizers)
 
-    def read() -> None:
-        check_unknown(opened, known)
-        for state in model_states:
+    def match_model(self) -> set[str]:
+        """Compare the model's entries with the checkpoint's; return their names."""
+        self._states = [get_model_state_dict(part) for part in self.parts]
+        for state in self._states:
+            check_model(state, self.reader)
+        return {name for state in self._states for name in state}
+
+    def read(
+        self, scheduler: Any, dataloader: Any, extras: MutableMapping[str, Any] | None, rng: bool
+    ) -> dict[str, Any]:
+        """Read everything, and return the extras."""
+        reader = self.reader
+        names = parameter_names(self.parts)
+        saved = SavedOptimizer(reader, {name for all_names in names.values() for name in all_names})
+        loads = [
+            OptimizerLoad(reader, saved, names, optimizer, spec)
+            for optimizer, spec in zip(self.optimizers, self._specs, strict=True)
+        ]
+        extras_load = ExtrasLoad(reader, extras)
+        tensors = self._model_tensors() | extras_load.destinations()
+        for one in loads:
+            tensors |= one.destinations()
+        with torch.no_grad():
+            reader.read_tensors(tensors)
+        for part, state in zip(self.parts, self._states, strict=True):
+            set_model_state_dict(part, state)
+        for one in loads:
+            one.finish()
+        load_state(reader, layout.SCHEDULER, scheduler)
+        load_dataloader(reader, self.record, dataloader, self.ranks)
+        found = extras_load.finish()
+        if rng:
+            load_rng(reader, self.record, self.ranks)
+        return found
+
+    def _model_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the model's tensors by key; its entries that are objects are read at once."""
+        tensors: dict[str, torch.Tensor] = {}
+        for state in self._states:
             for name in state:
-                key = f"{layout.MODEL}.{name}"
-                if opened.is_object(key):
-                    state[name] = opened.object(key)
+                key = layout.key_of((layout.MODEL, name))
+                if self.reader.is_object(key):
+                    state[name] = self.reader.object(key)
                 else:
                     tensors[key] = state[name]
-        tensors.update(optimizer_load.destinations())
-        extras_load = ExtrasLoad(opened, extras)
-        tensors.update(extras_load.destinations())
-        planner = InPlacePlanner()
-        planner.set_up_planner(tensors, opened.metadata, True)
-        with torch.no_grad():
-            opened.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
-        for part, state in zip(parts, model_states, strict=True):
-            set_model_state_dict(part, state)
-        optimizer_load.finish()
-        load_state(opened, layout.SCHEDULER, scheduler)
-        load_dataloader(opened, record, dataloader, ranks)
-        found.update(extras_load.finish())
-        if rng:
-            load_rng(opened, record, ranks)
-
-    found: dict[str, Any] = {}
-    ranks.together(doing, read)
-    return Loaded(target, record.get("world_size"), found)
+        return tensors

@@ -1,10 +1,12 @@
-"""Nested dictionaries and lists taken apart into leaves and put together again, by torch's rule."""
+"""Nested dictionaries and lists: taken apart into leaves and put together again by torch's rule, and compared."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from flashoptim_dist.checkpoint.layout import Path_
@@ -37,3 +39,29 @@ def _lists(value: Any) -> Any:
     if inner and all(isinstance(name, int) for name in inner):
         return [inner[index] for index in sorted(inner)]
     return inner
+
+
+def digest_of(value: Any) -> str:
+    """Return a hash of numbers, strings, tensors and arrays in containers: equal for equal values."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    def feed(value: Any) -> None:
+        if isinstance(value, Mapping):
+            for name in sorted(value, key=repr):
+                digest.update(repr(name).encode())
+                feed(value[name])
+        elif isinstance(value, list | tuple) and not all(isinstance(item, int) for item in value):
+            digest.update(f"{type(value).__name__} {len(value)}".encode())
+            for item in value:
+                feed(item)
+        elif isinstance(value, torch.Tensor):
+            digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, np.ndarray) and value.dtype != object:
+            digest.update(f"{value.dtype} {value.shape}".encode())
+            digest.update(value.tobytes())
+        else:
+            digest.update(repr(value).encode())
+
+    feed(value)
+    return digest.hexdigest()

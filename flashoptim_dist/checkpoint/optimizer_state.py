@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,73 +21,133 @@ _STATE_PREFIX = f"{OPTIMIZER}.{STATE}."
 _GROUPS_PREFIX = f"{OPTIMIZER}.{PARAM_GROUPS}."
 
 
-class OptimizerLoad:
-    """One load: where the tensors are to be read to, and what is handed to ``load_state_dict`` afterwards.
+class SavedOptimizer:
+    """The checkpoint's optimizer entries by parameter name, in torch's nested or flattened spelling."""
 
-    No state is made by stepping: a parameter without saved state stays without, and the live state of a parameter is
-    where its saved state is read to, if it fits.
+    def __init__(self, reader: SafeReader, live_names: set[str]) -> None:
+        """Sort the entries; only group options are read."""
+        self.states = _states_by_parameter(reader, live_names)
+        self.groups = _groups_by_parameter(reader)
+
+    def name_of(self, names: Iterable[str]) -> str | None:
+        """Return which of a parameter's names the checkpoint's optimizer used, None if it had no such one."""
+        return next((name for name in names if name in self.groups or name in self.states), None)
+
+
+class OptimizerLoad:
+    """The load of one optimizer: where its tensors are read to, and what is handed to it before or afterwards.
+
+    No state is made by stepping, and a parameter without saved state is left without. Nothing is held twice: an
+    optimizer of this library whose states have the saved form gets them read into place; otherwise they are read into
+    the live state's tensors where these fit, else into new ones, which ``load_state_dict`` takes over.
     """
 
     def __init__(
         self,
         reader: SafeReader,
+        saved: SavedOptimizer,
         names: Mapping[torch.Tensor, list[str]],
-        optimizers: list[torch.optim.Optimizer],
+        optimizer: torch.optim.Optimizer,
+        spec: Mapping[str, Any] | None,
     ) -> None:
-        """Match the checkpoint's states with the optimizers' parameters; nothing is read or changed yet."""
+        """Match the checkpoint's states with the optimizer's parameters; nothing is read or changed yet.
+
+        Args:
+            reader: the checkpoint.
+            saved: its optimizer entries.
+            names: the names of every parameter of the model.
+            optimizer: the optimizer to load.
+            spec: the format record of the optimizer that was saved, None for one of torch's.
+        """
         self._reader = reader
-        self._names = names
-        self._optimizers = optimizers
-        self._saved = _states_by_parameter(reader, {name for all_names in names.values() for name in all_names})
-        self._groups = _groups_by_parameter(reader)
-        self._loaded: dict[torch.Tensor, dict[str, Any]] = {}
-        self._keys: dict[str, tuple[torch.Tensor, str]] = {}
+        self._saved = saved
+        self._optimizer = optimizer
+        self._spec = spec
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._name = {parameter: saved.name_of(names.get(parameter, [])) for parameter in self._parameters}
+        self._groups = [self._group(group, index) for index, group in enumerate(optimizer.param_groups)]
+        self._lrs = [group.get("lr") for group in optimizer.param_groups]
+        self._entries: dict[torch.Tensor, dict[Any, Any]] = {}
 
     def destinations(self) -> dict[str, torch.Tensor]:
-        """Return a tensor to read into for every saved state tensor that a live parameter has use for."""
+        """Prepare the optimizer and return, by key, the tensors to read into."""
+        in_place = self._prepare_in_place()
+        if in_place is not None:
+            return in_place
         result: dict[str, torch.Tensor] = {}
-        entries = self._reader.metadata.state_dict_metadata
-        for optimizer in self._optimizers:
-            for parameter in _parameters(optimizer):
-                name = self._saved_name(parameter)
-                for path, key in self._saved.get(name, {}).items() if name else ():
-                    saved = entries[key]
-                    if isinstance(saved, TensorStorageMetadata):
-                        live = _at(optimizer.state.get(parameter, {}), path)
-                        value = result[key] = _destination(parameter, saved, live, key)
-                    else:
-                        value = self._reader.object(key)
-                    _put(self._loaded.setdefault(parameter, {}), path, value)
+        for parameter, path, key in self._wanted():
+            saved = self._reader.metadata.state_dict_metadata[key]
+            if isinstance(saved, TensorStorageMetadata):
+                live = _at(self._optimizer.state.get(parameter, {}), path)
+                value = result[key] = _destination(parameter, saved, live, key)
+            else:
+                value = self._reader.object(key)
+            _put(self._entries.setdefault(parameter, {}), path, value)
         return result
 
     def finish(self) -> None:
-        """Hand states and group options to the optimizers."""
-        for optimizer in self._optimizers:
-            numbers = {parameter: number for number, parameter in enumerate(_parameters(optimizer))}
-            state: dict[int, Any] = {}
-            for parameter, number in numbers.items():
-                if parameter in self._loaded:
-                    state[number] = self._loaded[parameter]
-                elif self._saved_name(parameter) is None and optimizer.state.get(parameter):
-                    state[number] = optimizer.state[parameter]  # the checkpoint does not know this parameter
-            groups = [
-                {**self._options(group, index), "params": [numbers[parameter] for parameter in group["params"]]}
-                for index, group in enumerate(optimizer.param_groups)
-            ]
-            tensors = [group.get("lr") for group in optimizer.param_groups]
-            optimizer.load_state_dict({STATE: state, PARAM_GROUPS: groups})
-            for group, live in zip(optimizer.param_groups, tensors, strict=True):
-                _keep_kind_of_lr(group, live)
+        """Hand what was read to the optimizer, unless it was read into place."""
+        if self._entries:
+            self._load_state_dict(self._entries)
 
-    def _saved_name(self, parameter: torch.Tensor) -> str | None:
-        """Return which of a parameter's names the checkpoint's optimizer used, None if it had no such one."""
-        names = self._names.get(parameter, [])
-        return next((name for name in names if name in self._groups or name in self._saved), None)
+    def _wanted(self) -> list[tuple[torch.Tensor, Path_, str]]:
+        """Return parameter, path and key of every saved state that a live parameter has use for."""
+        return [
+            (parameter, path, key)
+            for parameter, name in self._name.items()
+            if name is not None
+            for path, key in self._saved.states.get(name, {}).items()
+        ]
 
-    def _options(self, group: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return a live group's options, replaced by the saved ones that all of its parameters agree on."""
+    def _prepare_in_place(self) -> dict[str, torch.Tensor] | None:
+        """Give an optimizer of this library empty states and return them by key, if they have the saved form.
+
+        None, with the optimizer as it was but for its state and group options, if they don't.
+        """
+        optimizer: Any = self._optimizer
+        wanted = self._wanted()
+        if not wanted:
+            return self._load_state_dict({})
+        if self._spec is None or self._spec["version"] != optimizer.format_spec()["version"]:
+            return None
+        self._load_state_dict({})
+        optimizer.init_state()
+        result: dict[str, torch.Tensor] = {}
+        for parameter, path, key in wanted:
+            saved = self._reader.metadata.state_dict_metadata[key]
+            live = _at(optimizer.state.get(parameter, {}), path)
+            if not isinstance(saved, TensorStorageMetadata) or not _fits(live, saved):
+                return None
+            result[key] = live
+        counts = Counter(parameter for parameter, _, _ in wanted)
+        for parameter, name in self._name.items():
+            if counts[parameter] and counts[parameter] != len(optimizer.state[parameter]):
+                return None  # the saved form has fewer entries than the live one
+            if not counts[parameter] and name is not None:
+                optimizer.state.pop(parameter, None)
+        return result
+
+    def _load_state_dict(self, entries: Mapping[torch.Tensor, Any]) -> dict[str, torch.Tensor]:
+        """Call ``load_state_dict`` with these states; what the checkpoint does not know of keeps its own."""
+        state: dict[int, Any] = {}
+        for number, parameter in enumerate(self._parameters):
+            if parameter in entries:
+                state[number] = entries[parameter]
+            elif self._name[parameter] is None and self._optimizer.state.get(parameter):
+                state[number] = self._optimizer.state[parameter]
+        whole: dict[str, Any] = {STATE: state, PARAM_GROUPS: self._groups}
+        if self._spec is not None:
+            whole["format"] = dict(self._spec)
+        self._optimizer.load_state_dict(whole)
+        for group, live in zip(self._optimizer.param_groups, self._lrs, strict=True):
+            _keep_kind_of_lr(group, live)
+        return {}
+
+    def _group(self, group: dict[str, Any], index: int) -> dict[str, Any]:
+        """Return a live group, numbered, its options replaced by the saved ones that its parameters agree on."""
         options = {key: value for key, value in group.items() if key != "params"}
-        saved = [self._groups[name] for name in map(self._saved_name, group["params"]) if name in self._groups]
+        names = [self._name[parameter] for parameter in group["params"]]
+        saved = [self._saved.groups[name] for name in names if name in self._saved.groups]
         for key in dict.fromkeys(key for one in saved for key in one):
             values = [one[key] for one in saved if key in one]
             if all(_equal(value, values[0]) for value in values[1:]):
@@ -97,15 +158,12 @@ class OptimizerLoad:
                     f"{options[key]!r}",
                     stacklevel=2,
                 )
-        return options
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
+        return {**options, "params": [numbers[parameter] for parameter in group["params"]]}
 
 
 def _states_by_parameter(reader: SafeReader, live: set[str]) -> dict[str, dict[Path_, str]]:
-    """Return for every parameter name the paths and keys of its states, in torch's nested or flattened spelling."""
+    """Return for every parameter name the paths and keys of its states."""
     paths = reader.metadata.planner_data or {}
     result: dict[str, dict[Path_, str]] = {}
     for key in reader.names():
@@ -127,7 +185,7 @@ def _groups_by_parameter(reader: SafeReader) -> dict[str, dict[str, Any]]:
     """Return for every parameter name the options of its saved group."""
     paths = reader.metadata.planner_data or {}
     nested: dict[int, dict[str, Any]] = {}
-    flattened: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, Any]] = {}
     for key in reader.names():
         if not key.startswith(_GROUPS_PREFIX):
             continue
@@ -136,25 +194,30 @@ def _groups_by_parameter(reader: SafeReader) -> dict[str, dict[str, Any]]:
             _put(nested.setdefault(int(path[2]), {}), tuple(path[3:]), _value(reader, key))
         else:
             name, option = key[len(_GROUPS_PREFIX) :].rsplit(".", 1)
-            flattened.setdefault(name, {})[option] = _value(reader, key)
+            by_name.setdefault(name, {})[option] = _value(reader, key)
     for group in nested.values():
         names = group.pop("params", [])
+        by_name.update(dict.fromkeys(names, group))
+    for group in by_name.values():
         group.pop("param_names", None)
-        flattened.update(dict.fromkeys(names, group))
-    return flattened
+    return by_name
 
 
 def _value(reader: SafeReader, key: str) -> Any:
-    if reader.is_object(key):
-        return reader.object(key)
-    return reader.small_tensor(key)
+    return reader.object(key) if reader.is_object(key) else reader.small_tensor(key)
+
+
+def _fits(live: Any, saved: TensorStorageMetadata) -> bool:
+    return (
+        isinstance(live, torch.Tensor) and live.shape == torch.Size(saved.size) and live.dtype == saved.properties.dtype
+    )
 
 
 def _destination(parameter: torch.Tensor, saved: TensorStorageMetadata, live: Any, key: str) -> torch.Tensor:
     """Return the live state tensor where it fits, else a new one placed like its parameter."""
-    shape, dtype = torch.Size(saved.size), saved.properties.dtype
-    if isinstance(live, torch.Tensor) and live.shape == shape and live.dtype == dtype:
+    if _fits(live, saved):
         return live
+    shape, dtype = torch.Size(saved.size), saved.properties.dtype
     if not shape:
         return torch.empty(shape, dtype=dtype, device="cpu")
     device = local_tensor(parameter).device

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
+from flashoptim_dist.checkpoint.errors import CheckpointFormatError
 from flashoptim_dist.checkpoint.layout import Path_
-from flashoptim_dist.checkpoint.safe_unpickle import load_object
 
 
 class SnapshotPlanner(DefaultSavePlanner):
@@ -70,8 +70,5 @@ class InPlacePlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read an object through the allow-list."""
-        key = read_item.dest_index.fqn
-        self.state_dict[key] = load_object(value.getvalue(), str(self.checkpoint), key)
-
-    checkpoint: str = "checkpoint"
+        """Refuse: objects are read by themselves, through the allow-list."""
+        raise CheckpointFormatError(f"{read_item.dest_index.fqn!r} is an object in it, and a tensor here")

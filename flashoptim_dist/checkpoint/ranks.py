@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -18,31 +18,39 @@ Result = TypeVar("Result")
 TIMEOUT = timedelta(hours=2)
 """How long a rank waits for the slowest one to write. A rank that died is noticed at once: its connection closes."""
 
-_own_groups: dict[Any, tuple[Any, dist.ProcessGroup]] = {}
+_own_groups: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """A CPU process group that nothing else uses, or a single process (``group`` is None)."""
+    """A CPU process group that nothing else uses, or a single process (``group`` is None).
+
+    Every method is a collective: all ranks must call it. What is raised has the same type and message on all of them.
+    """
 
     group: dist.ProcessGroup | None
     rank: int
     world_size: int
 
-    def together(self, doing: str, function: Callable[[], Result]) -> list[Result]:
-        """Run ``function`` on every rank and return all results by rank (all ranks must call).
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank does what one rank does for all."""
+        return self.rank == 0
+
+    def run(self, doing: str, function: Callable[[], Result]) -> Result:
+        """Run ``function`` on every rank and return its result, once it is known that none failed.
 
         Args:
             doing: what is going on, for the error message ("saving /data/run/step-00000010").
-            function: may raise anything; must communicate with nobody, or raise the same on all ranks.
+            function: may raise anything, and communicates with nobody.
 
         Raises:
-            CheckpointError: the function failed on some rank. Type and message are the same on every rank.
+            CheckpointError: the function failed on some rank.
         """
         result: Any = None
         failure: tuple[str, str] | None = None
         stop: BaseException | None = None
-        cause: BaseException | None = None
+        cause: Exception | None = None
         try:
             result = function()
         except CheckpointError as error:
@@ -51,26 +59,64 @@ class Ranks:
             cause, failure = error, ("CheckpointError", f"{type(error).__name__}: {error}")
         except BaseException as error:  # KeyboardInterrupt, SystemExit: the other ranks must not wait for this one
             stop, failure = error, ("CheckpointError", f"stopped by {type(error).__name__}")
-        outcomes = self._gather(doing, (result, failure))
+        outcomes = self._all_gather(doing, failure)
         if stop is not None:
             raise stop
-        failures = {rank: outcome[1] for rank, outcome in enumerate(outcomes) if outcome[1] is not None}
+        failures = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
         if failures:
             rank, (kind, text) = next(iter(failures.items()))
             everywhere = len(failures) == self.world_size and len(set(failures.values())) == 1
             where = "" if everywhere else f"rank {rank}: "
             raise getattr(errors, kind)(f"{doing} failed. {where}{text}") from cause
-        return [outcome[0] for outcome in outcomes]
+        return result
 
-    def _gather(self, doing: str, value: Any) -> list[Any]:
+    def gather(self, doing: str, function: Callable[[], Result]) -> list[Result]:
+        """Run ``function`` on every rank; return all results by rank on the first rank, an empty list elsewhere."""
+        result = self.run(doing, function)
+        if self.group is None:
+            return [result]
+        gathered: list[Any] | None = [None] * self.world_size if self.is_first else None
+        self._communicate(
+            doing, lambda: dist.gather_object(result, gathered, dst=self._global_first(), group=self.group)
+        )
+        return gathered or []
+
+    def all_gather(self, doing: str, function: Callable[[], Result]) -> list[Result]:
+        """Run ``function`` on every rank and return all results, by rank, everywhere; for small results."""
+        return self._all_gather(doing, self.run(doing, function))
+
+    def on_first(self, doing: str, function: Callable[[], Result]) -> Result:
+        """Run ``function`` on the first rank and return its result everywhere; for small results."""
+        return self.all_gather(doing, lambda: function() if self.is_first else None)[0]  # type: ignore[return-value]
+
+    def scatter(self, doing: str, function: Callable[[], Sequence[Result]]) -> Result:
+        """Run ``function`` on the first rank and return to each rank its item of the result."""
+        items = self.run(doing, lambda: list(function()) if self.is_first else None)
+        if self.group is None:
+            assert items is not None
+            return items[0]
+        received: list[Any] = [None]
+        self._communicate(
+            doing, lambda: dist.scatter_object_list(received, items, src=self._global_first(), group=self.group)
+        )
+        return received[0]
+
+    def _global_first(self) -> int:
+        assert self.group is not None
+        return dist.get_global_rank(self.group, 0)
+
+    def _all_gather(self, doing: str, value: Any) -> list[Any]:
         if self.group is None:
             return [value]
         gathered: list[Any] = [None] * self.world_size
+        self._communicate(doing, lambda: dist.all_gather_object(gathered, value, group=self.group))
+        return gathered
+
+    def _communicate(self, doing: str, function: Callable[[], None]) -> None:
         try:
-            dist.all_gather_object(gathered, value, group=self.group)
+            function()
         except Exception as error:
             raise CheckpointError(f"{doing} failed: lost contact with another rank ({error})") from error
-        return gathered
 
 
 def own_ranks(process_group: dist.ProcessGroup | None = None) -> Ranks:
@@ -82,7 +128,7 @@ def own_ranks(process_group: dist.ProcessGroup | None = None) -> Ranks:
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks(None, 0, 1)
     parent = dist.group.WORLD if process_group is None else process_group
-    if dist.get_world_size(parent) == 1:
+    if parent is None or dist.get_world_size(parent) == 1:
         return Ranks(None, 0, 1)
     made = _own_groups.get(id(parent))
     if made is None or made[0] is not parent:

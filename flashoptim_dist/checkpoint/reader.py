@@ -43,9 +43,23 @@ class SafeReader(FileSystemReader):
             raise CheckpointError(f"there is no checkpoint in {directory}") from None
         self.metadata = load_metadata(data, str(file))
         self.files = sorted({_file_of(info, file) for info in (self.metadata.storage_data or {}).values()})
+        self._check_lengths()
         if self.metadata.storage_meta is None:
             self.metadata.storage_meta = StorageMeta()
         self.set_up_storage_reader(self.metadata, True)
+
+    def _check_lengths(self) -> None:
+        ends: dict[str, int] = {}
+        for info in (self.metadata.storage_data or {}).values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for name, end in ends.items():
+            file = self.directory / name
+            try:
+                size = file.stat().st_size
+            except FileNotFoundError:
+                raise DamagedCheckpointError(f"{file} is missing") from None
+            if size < end:
+                raise DamagedCheckpointError(f"{file} has {size} bytes, and entries up to byte {end}")
 
     def read_metadata(self) -> Metadata:
         """Return the metadata. No keyword arguments: DCP would otherwise look for metadata of single ranks."""
@@ -82,10 +96,14 @@ class SafeReader(FileSystemReader):
         saved = self.metadata.state_dict_metadata[key]
         assert isinstance(saved, TensorStorageMetadata)
         value = torch.empty(saved.size, dtype=saved.properties.dtype)
-        planner = InPlacePlanner()
-        planner.set_up_planner({key: value}, self.metadata, True)
-        self.read_data(planner.create_local_plan(), planner).wait()
+        self.read_tensors({key: value})
         return value
+
+    def read_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Read entries into tensors and DTensors, this rank's part of each. No communication."""
+        planner = InPlacePlanner()
+        planner.set_up_planner(tensors, self.metadata, True)
+        self.read_data(planner.create_local_plan(), planner).wait()
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
         """Read tensors; an error names the file."""

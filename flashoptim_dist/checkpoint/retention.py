@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 from flashoptim_dist.checkpoint import layout
@@ -19,13 +20,16 @@ def read_latest(directory: Path) -> int | None:
 
 
 def steps_to_drop(steps: list[int], newest: int, keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Return which steps to delete after ``newest`` was saved; that one always stays."""
+    """Return which steps to delete after ``newest`` was saved.
+
+    Steps after ``newest`` are those of a run that was taken up again from an earlier one; they stay until they are
+    replaced.
+    """
     if keep_last is None:
         return []
-    kept = set(sorted(steps)[-keep_last:]) | {newest}
-    if keep_every is not None:
-        kept |= {step for step in steps if step % keep_every == 0}
-    return [step for step in sorted(steps) if step not in kept]
+    past = sorted(step for step in steps if step <= newest)
+    kept = {*past[-keep_last:], newest}
+    return [step for step in past if step not in kept and not (keep_every is not None and step % keep_every == 0)]
 
 
 def prune(directory: Path, newest: int, keep_last: int | None, keep_every: int | None) -> None:
@@ -33,18 +37,18 @@ def prune(directory: Path, newest: int, keep_last: int | None, keep_every: int |
     for step in steps_to_drop(layout.steps_in(directory), newest, keep_last, keep_every):
         target = directory / layout.step_name(step)
         doomed = target.with_name(f".{target.name}.deleting")
-        remove_tree(doomed)
-        os.rename(target, doomed)
-        sync_directory(directory)
-        remove_tree(doomed)
-
-
-def recover(directory: Path) -> None:
-    """Give a checkpoint its name back that was moved aside for a new one which then never came."""
-    if not directory.is_dir():
-        return
-    for replaced in sorted(directory.glob(".step-*.replaced")):
-        target = directory / replaced.name.removeprefix(".").removesuffix(".replaced")
-        if layout.step_of(target.name) is not None and not target.exists():
-            os.rename(replaced, target)
+        try:
+            remove_tree(doomed)
+            os.rename(target, doomed)
             sync_directory(directory)
+        except OSError as error:
+            warnings.warn(f"{target} can't be deleted: {error.strerror}", stacklevel=2)
+            continue
+        remove_tree(doomed)
+
+
+def clean(directory: Path) -> None:
+    """Delete what killed saves and deletions left. Only where no other process saves into the folder."""
+    for pattern in (".step-*.saving-*", ".step-*.deleting"):
+        for leftover in directory.glob(pattern):
+            remove_tree(leftover)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from flashoptim_dist.checkpoint.nesting import digest_of
 from flashoptim_dist.checkpoint.ranks import current_cuda_device
 
 
@@ -36,29 +37,9 @@ def restore_rng(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def rng_digest(state: dict[str, Any]) -> str:
-    """Return a hash of a captured state, to see whether ranks had the same one."""
-    digest = hashlib.blake2b(digest_size=16)
-
-    def feed(value: Any) -> None:
-        if isinstance(value, dict):
-            for name in sorted(value):
-                digest.update(name.encode())
-                feed(value[name])
-        elif isinstance(value, torch.Tensor):
-            digest.update(value.numpy().tobytes())
-        elif isinstance(value, np.ndarray):
-            digest.update(value.tobytes())
-        else:
-            digest.update(repr(value).encode())
-
-    feed(state)
-    return digest.hexdigest()
-
-
 def reseed_rng(state: dict[str, Any], rank: int, world_size: int) -> None:
     """Start new streams for a rank of another world size, the same ones each time from the same checkpoint."""
-    text = f"{rng_digest(state)} rank {rank} of {world_size}"
+    text = f"{digest_of(state)} rank {rank} of {world_size}"
     seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002

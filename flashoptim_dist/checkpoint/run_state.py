@@ -72,8 +72,8 @@ def load_rng(reader: SafeReader, record: Mapping[str, Any], ranks: Ranks) -> Non
             restore_rng(state)
         else:
             warnings.warn(
-                f"the checkpoint holds the random states of {saved} ranks, and {ranks.world_size} are loading: each starts "
-                "a new, repeatable stream",
+                f"the checkpoint holds the random states of {saved} ranks, and {ranks.world_size} are loading: each "
+                "starts a new, repeatable stream",
                 stacklevel=2,
             )
             reseed_rng(state, ranks.rank, ranks.world_size)

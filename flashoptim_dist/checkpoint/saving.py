@@ -3,37 +3,51 @@
 from __future__ import annotations
 
 import os
-import shutil
 import uuid
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from flashoptim_dist.checkpoint import layout, snapshot
 from flashoptim_dist.checkpoint.errors import CheckpointError
 from flashoptim_dist.checkpoint.files import local_path, remove_tree, sync_directory
 from flashoptim_dist.checkpoint.manifest import FileRecord, check_sizes, write_manifest
 from flashoptim_dist.checkpoint.names import ModelParts, Optimizers, as_optimizers, as_parts
+from flashoptim_dist.checkpoint.pending import finish_pending
 from flashoptim_dist.checkpoint.planners import SnapshotPlanner
 from flashoptim_dist.checkpoint.ranks import Ranks, own_ranks
 from flashoptim_dist.checkpoint.writer import CheckedWriter
 
 
 @dataclass
-class PreparedSave:
-    """A save whose data is decided and whose staging folder exists."""
+class Job:
+    """One save: what is decided before the first byte is written."""
 
     target: Path
     staging: Path
-    writer: CheckedWriter
-    planner: SnapshotPlanner
-    local_plans: list[SavePlan]
     ranks: Ranks
     overwrite: bool
+    entries: snapshot.Entries
+    aliases: dict[str, str]
+    """Second names of tied weights, and the entries that hold them."""
+    published: Callable[[], None] | None = None
+    """Called on the first rank once the checkpoint stands under its name."""
+    doing: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Name the job for error messages."""
+        self.doing = f"saving {self.target}"
+
+    def planner(self) -> SnapshotPlanner:
+        """Return a planner of the entries; it holds this rank's tensors, live ones."""
+        return SnapshotPlanner(self.entries.values, self.entries.paths, self.ranks.is_first)
 
 
 def save(
@@ -69,97 +83,111 @@ def save(
         The folder.
 
     Raises:
-        CheckpointError: on every rank, with the file and the reason.
+        CheckpointError: on every rank, with the file and the reason; also where a background save failed before.
     """
+    finish_pending()
     source = snapshot.Source(as_parts(model), as_optimizers(optimizer), scheduler, dataloader, extras, rng)
-    prepared = prepare(local_path(path), source, own_ranks(process_group), overwrite)
-    write(prepared)
-    return prepared.target
+    job = prepare(local_path(path), source, own_ranks(process_group), overwrite)
+    write(job, job.planner)
+    return job.target
 
 
-def prepare(target: Path, source: snapshot.Source, ranks: Ranks, overwrite: bool) -> PreparedSave:
-    """Collect the entries, agree on them, and make the staging folder (all ranks must call)."""
+def prepare(
+    target: Path,
+    source: snapshot.Source,
+    ranks: Ranks,
+    overwrite: bool,
+    published: Callable[[], None] | None = None,
+) -> Job:
+    """Collect the entries and make the staging folder (all ranks must call)."""
     doing = f"saving {target}"
     entries = snapshot.Entries()
-    coordinator = ranks.rank == 0
+    collected = ranks.gather(doing, lambda: snapshot.collect(source, entries, ranks.rank))
 
-    def collect() -> tuple[str | None, list[dict[str, Any]], dict[str, str | None]]:
-        groups = snapshot.collect_tensors(source, entries)
-        digests = snapshot.collect_rank_objects(source, entries, ranks.rank)
-        snapshot.collect_extras(source, entries, common=coordinator)
-        return (_make_staging(target, overwrite) if coordinator else None), groups, digests
+    def begin() -> str:
+        snapshot.collect_common(source, entries, collected, ranks.world_size)
+        return _make_staging(target, overwrite)
 
-    gathered = ranks.together(doing, collect)
-    staging = target.with_name(str(gathered[0][0]))
-
-    writer = CheckedWriter(staging)
-    planner: SnapshotPlanner | None = None
-
-    def plan() -> SavePlan:
-        nonlocal planner
-        if coordinator:
-            groups = _joined_groups([groups for _, groups, _ in gathered])
-            record = snapshot.record_of(source, [digests for _, _, digests in gathered], ranks.world_size)
-            snapshot.collect_common_objects(source, entries, groups, record)
-        planner = SnapshotPlanner(entries.values, entries.paths, coordinator)
-        writer.set_up_storage_writer(coordinator, rank=ranks.rank)
-        return writer.prepare_local_plan(planner.create_local_plan())
-
-    local_plans = _or_remove(staging, ranks, lambda: ranks.together(doing, plan))
-    assert planner is not None
-    return PreparedSave(target, staging, writer, planner, local_plans, ranks, overwrite)
+    staging = target.with_name(ranks.on_first(doing, begin))
+    aliases = {alias: key for rank in collected for alias, key in rank.aliases.items()}
+    return Job(target, staging, ranks, overwrite, entries, aliases, published)
 
 
-def write(prepared: PreparedSave, publish: Callable[[], None] | None = None) -> None:
+def write(job: Job, planner_of: Callable[[], SnapshotPlanner]) -> None:
     """Write a prepared save and let it appear (all ranks must call, from any thread).
 
     Args:
-        prepared: from :func:`prepare`.
-        publish: called on the first rank once the checkpoint is complete under its name.
+        job: from :func:`prepare`.
+        planner_of: returns the planner, or raises what went wrong on this rank since then.
     """
-    _or_remove(prepared.staging, prepared.ranks, lambda: _write(prepared, publish))
+    try:
+        _write(job, planner_of)
+    except BaseException:
+        if job.ranks.is_first:
+            remove_tree(job.staging)
+        raise
 
 
-def _write(prepared: PreparedSave, publish: Callable[[], None] | None) -> None:
-    ranks, planner, writer, staging = prepared.ranks, prepared.planner, prepared.writer, prepared.staging
-    doing = f"saving {prepared.target}"
-    coordinator = ranks.rank == 0
-    metadata: Any = None
+def _write(job: Job, planner_of: Callable[[], SnapshotPlanner]) -> None:
+    ranks, doing = job.ranks, job.doing
+    writer = CheckedWriter(job.staging)
+    writer.set_up_storage_writer(ranks.is_first, rank=ranks.rank)
+    planner: SnapshotPlanner | None = None
+    metadata: Metadata | None = None
 
-    def global_plan() -> list[SavePlan] | None:
+    def local_plan() -> SavePlan:
+        nonlocal planner
+        planner = planner_of()
+        return planner.create_local_plan()
+
+    local_plans = ranks.gather(doing, local_plan)
+    assert planner is not None
+    snapshot_planner = planner
+
+    def global_plan() -> list[SavePlan]:
         nonlocal metadata
-        if not coordinator:
-            return None
-        plans, metadata = planner.create_global_plan(prepared.local_plans)
-        return writer.prepare_global_plan(plans)
+        plans, metadata = snapshot_planner.create_global_plan(local_plans)
+        return plans
 
-    plans = ranks.together(doing, global_plan)[0] or []
+    plan = ranks.scatter(doing, global_plan)
 
-    def write_data() -> tuple[Any, dict[str, FileRecord]]:
-        results = writer.write_data(planner.finish_plan(plans[ranks.rank]), planner).wait()
-        sync_directory(staging)
+    def write_data() -> tuple[list[WriteResult], dict[str, FileRecord]]:
+        results = writer.write_data(snapshot_planner.finish_plan(plan), snapshot_planner).wait()
+        sync_directory(job.staging)
         return results, writer.records
 
-    written = ranks.together(doing, write_data)
+    written = ranks.gather(doing, write_data)
 
     def appear() -> None:
-        if not coordinator:
-            return
-        writer.finish(metadata, [results for results, _ in written])
+        assert metadata is not None
+        results = [result for rank_results, _ in written for result in rank_results]
+        _add_aliases(metadata, results, job.aliases)
+        writer.finish(metadata, [results])
         records = {name: record for _, files in written for name, record in files.items()} | writer.records
-        check_sizes(staging, records, records)
-        write_manifest(staging, records)
-        _take_place(staging, prepared.target, prepared.overwrite)
-        if publish is not None:
-            publish()
+        check_sizes(job.staging, records, records)
+        write_manifest(job.staging, records)
+        _take_place(job.staging, job.target, job.overwrite)
+        if job.published is not None:
+            job.published()
 
-    ranks.together(doing, appear)
+    ranks.run(doing, lambda: appear() if ranks.is_first else None)
+
+
+def _add_aliases(metadata: Metadata, results: list[WriteResult], aliases: Mapping[str, str]) -> None:
+    """Let the second name of a tied weight refer to the bytes of the first."""
+    for alias, key in aliases.items():
+        metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
+        metadata.planner_data[alias] = (layout.MODEL, alias.removeprefix(f"{layout.MODEL}."))
+        results += [
+            replace(result, index=replace(result.index, fqn=alias)) for result in results if result.index.fqn == key
+        ]
 
 
 def _make_staging(target: Path, overwrite: bool) -> str:
-    if target.exists() and not overwrite and any(target.iterdir()):
-        raise CheckpointError(f"{target} exists: choose another folder, or pass overwrite=True")
     try:
+        recover(target)
+        if target.exists() and not overwrite and any(target.iterdir()):
+            raise CheckpointError(f"{target} exists: choose another folder, or pass overwrite=True")
         target.parent.mkdir(parents=True, exist_ok=True)
         for leftover in layout.staging_leftovers(target):
             remove_tree(leftover)
@@ -171,39 +199,31 @@ def _make_staging(target: Path, overwrite: bool) -> str:
 
 
 def _take_place(staging: Path, target: Path, overwrite: bool) -> None:
+    """Give the staging folder its name; an older checkpoint of that name steps aside, and goes afterwards."""
     sync_directory(staging)
     replaced = layout.replaced_path(target)
     if target.exists():
         if any(target.iterdir()):
             if not overwrite:
                 raise CheckpointError(f"{target} appeared while it was being saved")
-            if replaced.exists():
-                shutil.rmtree(replaced)
+            remove_tree(replaced)
             os.rename(target, replaced)
         else:
             target.rmdir()
-    os.rename(staging, target)
+    try:
+        os.rename(staging, target)
+    except OSError:
+        recover(target)
+        raise
     sync_directory(target.parent)
     if replaced.exists():
         remove_tree(replaced)
 
 
-def _joined_groups(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the groups of all ranks: those of rank 0, then what only other ranks (pipeline stages) hold."""
-    joined = list(by_rank[0])
-    seen = [group["params"] for group in joined]
-    for groups in by_rank[1:]:
-        for group in groups:
-            if group["params"] not in seen:
-                joined.append(group)
-                seen.append(group["params"])
-    return joined
-
-
-def _or_remove(staging: Path, ranks: Ranks, function: Callable[[], Any]) -> Any:
-    try:
-        return function()
-    except BaseException:
-        if ranks.rank == 0:
-            remove_tree(staging)
-        raise
+def recover(target: Path) -> None:
+    """Give a checkpoint its name back that stepped aside for a new one which then never came (one rank only)."""
+    replaced = layout.replaced_path(target)
+    if replaced.is_dir() and not target.exists():
+        warnings.warn(f"{target} is restored: the save that was to replace it did not finish", stacklevel=2)
+        os.rename(replaced, target)
+        sync_directory(target.parent)

@@ -28,10 +28,11 @@ from flashoptim_dist.checkpoint.layout import (
     key_of,
 )
 from flashoptim_dist.checkpoint.names import parameter_names
-from flashoptim_dist.checkpoint.nesting import leaves
-from flashoptim_dist.checkpoint.rng import capture_rng, rng_digest
+from flashoptim_dist.checkpoint.nesting import digest_of, leaves
+from flashoptim_dist.checkpoint.rng import capture_rng
 from flashoptim_dist.checkpoint.safe_unpickle import load_object
 from flashoptim_dist.checkpoint.writer import save_object
+from flashoptim_dist.sharding import local_tensor
 
 LAYOUT_VERSION = 1
 
@@ -82,14 +83,81 @@ def serialize(value: Any, key: str) -> io.BytesIO:
     return data
 
 
-def collect_tensors(source: Source, entries: Entries) -> list[dict[str, Any]]:
-    """Add the model's and the optimizers' entries; return the parameter groups with parameters by name."""
-    for part in source.parts:
-        for name, value in get_model_state_dict(part).items():
-            entries.add((MODEL, name), value)
+@dataclass
+class Collected:
+    """What the first rank needs to know of a rank's entries."""
+
+    groups: list[dict[str, Any]]
+    """Parameter groups with parameters by name."""
+    digests: dict[str, str | None]
+    """Of the states that each rank has for itself, to see whether they are the same everywhere."""
+    aliases: dict[str, str]
+    """Second names of tied weights, and the entries that hold them."""
+
+
+def collect(source: Source, entries: Entries, rank: int) -> Collected:
+    """Add this rank's entries: tensors, its data loader and its random state. No communication.
+
+    Raises:
+        CheckpointError: something that can't be saved, named.
+    """
     names = parameter_names(source.parts)
+    aliases = _collect_model(source.parts, entries, names)
+    groups = _collect_optimizers(source.optimizers, entries, names)
+    for path, value in extras_leaves(source.extras or {}):
+        if isinstance(value, DTensor):
+            entries.add((EXTRAS, *path), value)
+    digests: dict[str, str | None] = {RNG: None, DATALOADER: None}
+    if source.rng:
+        state = capture_rng()
+        digests[RNG] = digest_of(state)
+        entries.add((RNG, str(rank)), state)
+    if source.dataloader is not None:
+        state = state_of(source.dataloader)
+        digests[DATALOADER] = digest_of(state)
+        entries.add((DATALOADER, str(rank)), state)
+    return Collected(groups, digests, aliases)
+
+
+def collect_common(source: Source, entries: Entries, collected: list[Collected], world_size: int) -> None:
+    """Add what is the same on all ranks; the first rank does."""
+    same = {kind: len({rank.digests[kind] for rank in collected}) == 1 for kind in (RNG, DATALOADER)}
+    entries.add((FORMAT,), _record_of(source, same, world_size))
+    for path, value in leaves(_joined_groups([rank.groups for rank in collected])):
+        entries.add((OPTIMIZER, PARAM_GROUPS, *path), value)
+    if source.scheduler is not None:
+        entries.add((SCHEDULER,), state_of(source.scheduler))
+    for path, value in extras_leaves(source.extras or {}):
+        if not isinstance(value, DTensor):
+            entries.add((EXTRAS, *path), value)
+
+
+def _collect_model(
+    parts: Sequence[nn.Module], entries: Entries, names: Mapping[torch.Tensor, list[str]]
+) -> dict[str, str]:
+    first_name = {name: all_names[0] for all_names in names.values() for name in all_names[1:]}
+    aliases: dict[str, str] = {}
+    for part in parts:
+        state = get_model_state_dict(part)
+        for name, value in state.items():
+            first = first_name.get(name)
+            if first in state and _same_memory(value, state[first]):
+                aliases[key_of((MODEL, name))] = key_of((MODEL, first))
+            else:
+                entries.add((MODEL, name), value)
+    return aliases
+
+
+def _same_memory(left: Any, right: Any) -> bool:
+    left, right = local_tensor(left), local_tensor(right)
+    return left.data_ptr() == right.data_ptr() and left.shape == right.shape and left.stride() == right.stride()
+
+
+def _collect_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], entries: Entries, names: Mapping[torch.Tensor, list[str]]
+) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = []
-    for optimizer in source.optimizers:
+    for optimizer in optimizers:
         by_number = numbered_names(optimizer, names)
         saved = optimizer.state_dict()
         for number, state in saved[STATE].items():
@@ -99,6 +167,18 @@ def collect_tensors(source: Source, entries: Entries) -> list[dict[str, Any]]:
             {**group, "params": [by_number[number] for number in group["params"]]} for group in saved[PARAM_GROUPS]
         ]
     return groups
+
+
+def _joined_groups(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the groups of all ranks: those of the first, then what only other ranks (pipeline stages) hold."""
+    joined = list(by_rank[0])
+    seen = [group["params"] for group in joined]
+    for groups in by_rank[1:]:
+        for group in groups:
+            if group["params"] not in seen:
+                joined.append(group)
+                seen.append(group["params"])
+    return joined
 
 
 def numbered_names(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, list[str]]) -> list[str]:
@@ -135,38 +215,6 @@ def state_of(thing: Any) -> Any:
     return thing.state_dict()
 
 
-def collect_rank_objects(source: Source, entries: Entries, rank: int) -> dict[str, str | None]:
-    """Add this rank's data loader and random state; return a digest of each, to see what is the same on all ranks."""
-    digests: dict[str, str | None] = {RNG: None, DATALOADER: None}
-    if source.rng:
-        state = capture_rng()
-        digests[RNG] = rng_digest(state)
-        entries.add((RNG, str(rank)), state)
-    if source.dataloader is not None:
-        state = state_of(source.dataloader)
-        digests[DATALOADER] = repr(state)
-        entries.add((DATALOADER, str(rank)), state)
-    return digests
-
-
-def collect_common_objects(
-    source: Source, entries: Entries, groups: list[dict[str, Any]], record: dict[str, Any]
-) -> None:
-    """Add what is the same on all ranks; only one rank needs to."""
-    entries.add((FORMAT,), record)
-    for path, value in leaves(groups):
-        entries.add((OPTIMIZER, PARAM_GROUPS, *path), value)
-    if source.scheduler is not None:
-        entries.add((SCHEDULER,), state_of(source.scheduler))
-
-
-def collect_extras(source: Source, entries: Entries, common: bool) -> None:
-    """Add the caller's extras: DTensors on every rank, everything else from one rank."""
-    for path, value in extras_leaves(source.extras or {}):
-        if isinstance(value, DTensor) or common:
-            entries.add((EXTRAS, *path), value)
-
-
 def extras_leaves(extras: Mapping[str, Any]) -> list[tuple[Path_, Any]]:
     """Return the extras by path: dictionaries that hold tensors are taken apart, other objects stay whole."""
     result: list[tuple[Path_, Any]] = []
@@ -181,7 +229,7 @@ def extras_leaves(extras: Mapping[str, Any]) -> list[tuple[Path_, Any]]:
     return result
 
 
-def record_of(source: Source, digests: list[dict[str, str | None]], world_size: int) -> dict[str, Any]:
+def _record_of(source: Source, same: dict[str, bool], world_size: int) -> dict[str, Any]:
     """Return the ``format`` entry: what a loader checks before it touches anything."""
     return {
         "library": "flashoptim_dist",
@@ -190,5 +238,5 @@ def record_of(source: Source, digests: list[dict[str, str | None]], world_size: 
         "layout_version": LAYOUT_VERSION,
         "world_size": world_size,
         "optimizers": [format_of(optimizer) for optimizer in source.optimizers],
-        "same_on_all_ranks": {kind: len({digest[kind] for digest in digests}) == 1 for kind in (RNG, DATALOADER)},
+        "same_on_all_ranks": same,
     }

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from flashoptim_dist.checkpoint.errors import CheckpointError
+from flashoptim_dist.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from flashoptim_dist.checkpoint.layout import METADATA
-from flashoptim_dist.checkpoint.manifest import check_contents, check_sizes, read_manifest
+from flashoptim_dist.checkpoint.manifest import MANIFEST, check_contents, check_sizes, read_manifest
 
 Verify = Literal["size", "full"]
 
@@ -33,3 +33,13 @@ def check_files(directory: Path, verify: Verify, rank: int = 0, world_size: int 
     names = sorted(files, key=lambda name: (-files[name].size, name))
     mine = set(names[rank::world_size]) if verify == "full" else set()
     check_contents(directory, files, sorted(mine | ({METADATA} & set(files))))
+
+
+def check_manifest_exists(directory: Path) -> None:
+    """Refuse a directory that this library wrote and that has lost its manifest.
+
+    Raises:
+        DamagedCheckpointError: there is none.
+    """
+    if not (directory / MANIFEST).is_file():
+        raise DamagedCheckpointError(f"{directory / MANIFEST} is missing")
