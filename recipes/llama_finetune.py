@@ -9,66 +9,89 @@ Started again with the same arguments it goes on from its newest checkpoint.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import math
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model folder or nothing: this recipe never downloads
 
 import torch
-import tyro
-from llama_support.config import Config
+from llama_support.config import Config, read_command_line
 from llama_support.data import load_data
-from llama_support.errors import BadInput, exit_on_bad_input
+from llama_support.errors import exit_on_bad_input
 from llama_support.metrics import RunLog
 from llama_support.model import build_model, check_model, load_tokenizer, model_folder, read_llama_config
 from llama_support.optimizers import build_optimizer
-from llama_support.training import accumulate_gradient, clip_gradients, learning_rate, validation_loss
+from llama_support.progress import (
+    checkpoint_folder,
+    describe_checkpoint,
+    prepare_run_folder,
+    resume,
+    save,
+    stop_unless_finite,
+)
+from llama_support.training import accumulate_gradient, clip_gradients, set_learning_rate, validation_loss
 from llama_support.world import start_world
+
+from flashoptim_dist.checkpoint import Checkpointer
 
 
 def train(config: Config) -> None:
-    """One start of a run, from the newest checkpoint if there is one to the last step. All ranks must call."""
+    """One start of a run: from its newest checkpoint, if there is one, to its last step. All ranks must call."""
     world = start_world(config.device)
     torch.manual_seed(config.seed)
+
+    # Everything that can be wrong with the input is found here, before a step is taken, by all ranks together.
     with world.all_or_none():
-        config.check()
-        config.run_folder.mkdir(parents=True, exist_ok=True)
+        prepare_run_folder(config)
         folder = model_folder(config.model)
         llama_config = read_llama_config(folder, config.sequence_length)
         tokenizer = load_tokenizer(folder)
         check_model(folder, llama_config, tokenizer)
         data = load_data(config, tokenizer, world.rank, world.size)
+
     model = build_model(config, folder, llama_config, world)
     optimizer = build_optimizer(config, model)
-    start = 0
-    log = RunLog(config.run_folder, is_main=world.is_main, step=start, last_step=config.steps, device=world.device)
+    checkpointer = Checkpointer(
+        checkpoint_folder(config), model, optimizer, dataloader=data.loader, keep_last=config.keep_last
+    )
+    progress = resume(config, checkpointer)
+
+    log = RunLog(config.run_folder, world, step=progress.step, last_step=progress.last)
     log.say(data.summary)
-    log.validation(start, validation_loss(model, data.validation, world))
-    steps = iter(data.loader)
-    for step in range(start, config.steps):
-        batches = next(steps)
-        loss = accumulate_gradient(model, batches, world)
+    log.say(f"from step {progress.step} to {progress.last} in {config.run_folder}")
+
+    def evaluate(step: int) -> None:
+        loss = validation_loss(model, data.validation, world)
+        stop_unless_finite(checkpointer, f"validation after step {step}", loss=loss)
+        log.validation(step, loss)
+
+    if progress.step == progress.first:
+        evaluate(progress.step)
+    batches = iter(data.loader)
+    for step in range(progress.step + 1, progress.last + 1):
+        batch = next(batches)
+        lr = set_learning_rate(optimizer, config, step - progress.first)
+        loss = accumulate_gradient(model, batch, world)
         grad_norm = clip_gradients(model, config.clip_norm)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise BadInput(f"step {step + 1} has loss {loss} and gradient norm {grad_norm}")
-        lr = learning_rate(config, step)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        stop_unless_finite(checkpointer, f"step {step}", loss=loss, gradient_norm=grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-        tokens = config.global_batch * config.sequence_length
-        log.train(step + 1, loss=loss, lr=lr, grad_norm=grad_norm, tokens=tokens)
-        if config.evaluate_every and (step + 1) % config.evaluate_every == 0 and step + 1 < config.steps:
-            log.validation(step + 1, validation_loss(model, data.validation, world))
-    log.validation(config.steps, validation_loss(model, data.validation, world))
+        log.train(step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=config.global_batch * config.sequence_length)
+
+        is_last = step == progress.last
+        if is_last or (config.evaluate_every and step % config.evaluate_every == 0):
+            evaluate(step)
+        if is_last or (config.save_every and step % config.save_every == 0):
+            saved = save(config, checkpointer, progress, step, world)
+            log.checkpoint(step, saved)
     log.close()
+    if world.is_main and progress.step < progress.last:
+        print(f"checkpoint: {saved}: {describe_checkpoint(saved, model)}")
+        print("the same command again goes on from there")
 
 
 def main() -> None:
     """Read the command line and train."""
-    train(tyro.cli(Config))
+    train(read_command_line())
 
 
 if __name__ == "__main__":

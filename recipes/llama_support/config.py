@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import tyro
 
 from .errors import BadInput
 
@@ -101,3 +106,14 @@ class Config:
 def _require(holds: bool, name: str, value: object, wanted: str) -> None:
     if not holds:
         raise BadInput(f"--{name.replace('_', '-')} is {value}; it must be {wanted}")
+
+
+def read_command_line(arguments: list[str] | None = None) -> Config:
+    """The checked config of the command line. Usage errors are tyro's: rank 0 prints them, all ranks exit with 2."""
+    with contextlib.ExitStack() as stack:
+        if int(os.environ.get("RANK", "0")) != 0:
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        config = tyro.cli(Config, args=arguments)
+    config.check()
+    return config

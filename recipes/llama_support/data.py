@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ from .encode import Document, encode_rows
 from .errors import BadInput
 from .packing import collate, pack, trained_positions
 from .rows import read_jsonl, read_rows, split_rows
+
+# torchdata 0.11 sets a telemetry flag that torch 2.13 is about to drop.
+warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 
 Batch = dict[str, Tensor]
 

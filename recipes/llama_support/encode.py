@@ -170,17 +170,15 @@ def _render_chat(row: Row, tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
     return text, found
 
 
-def _assistant_span(
-    tokenizer: Any, messages: list[dict[str, str]], index: int, text: str
-) -> tuple[int, int] | None:
-    marked = {**messages[index], "content": _MARKER}
-    before, _, after = _apply_template(tokenizer, [*messages[:index], marked, *messages[index + 1 :]]).partition(_MARKER)
+def _assistant_span(tokenizer: Any, messages: list[dict[str, str]], index: int, text: str) -> tuple[int, int] | None:
+    until = [*messages[:index], {**messages[index], "content": _MARKER}]
+    before, _, after = _apply_template(tokenizer, until + messages[index + 1 :]).partition(_MARKER)
     start, end = len(before), len(text) - len(after)
     if not (text.startswith(before) and text.endswith(after) and start <= end):
         return None
     # What the template writes after the turn when the conversation stops there is the end-of-turn mark; a model has to
     # learn to write it.
-    mark = _apply_template(tokenizer, [*messages[:index], marked]).partition(_MARKER)[2]
+    mark = _apply_template(tokenizer, until).partition(_MARKER)[2]
     while mark and not text.startswith(mark, end):
         mark = mark[:-1]
     return start, end + len(mark)

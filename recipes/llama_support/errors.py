@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -46,11 +47,9 @@ def _leave_together(code: int) -> None:
         watchdog = threading.Timer(_EXIT_BARRIER_SECONDS, _leave, args=(code,))
         watchdog.daemon = True
         watchdog.start()
-        try:
+        # An error here: another rank is gone already. This one leaves with its own code all the same.
+        with contextlib.suppress(RuntimeError):
             dist.barrier()
-        except RuntimeError:
-            # Another rank is gone already; this one leaves with its own code all the same.
-            pass
     _leave(code)
 
 

@@ -13,18 +13,20 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from .world import World
+
 _GIB = 2**30
 
 
 class RunLog:
     """Progress and metrics of one start of a run. Every rank may call every method; only rank 0 writes."""
 
-    def __init__(self, folder: Path, *, is_main: bool, step: int, last_step: int, device: torch.device) -> None:
+    def __init__(self, folder: Path, world: World, *, step: int, last_step: int) -> None:
         """Begin at `step` of `last_step`. Records of later steps, of a start that was cut off, are dropped."""
-        self._is_main = is_main
-        self._device = device
+        self._is_main = world.is_main
+        self._device = world.device
         self._clock = time.perf_counter()
-        if not is_main:
+        if not self._is_main:
             return
         from torch.utils.tensorboard import SummaryWriter
 
@@ -67,9 +69,10 @@ class RunLog:
             tqdm.write(message, file=sys.stdout)
             sys.stdout.flush()
 
-    def restart_clock(self) -> None:
-        """Leave the time since the last record out of the next step's tokens per second."""
-        self._clock = time.perf_counter()
+    def checkpoint(self, step: int, folder: Path) -> None:
+        """Tell of a checkpoint."""
+        self.say(f"step {step}: saved {folder}")
+        self._clock = time.perf_counter()  # saving is not part of the next step's tokens per second
 
     def close(self) -> None:
         """Finish the bar and the files."""

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from flashoptim_dist.casting import cast_model
+
 from .config import Config
 from .errors import BadInput
 from .hf_weights import check_weights, read_into_shards, stored_parameters
@@ -100,11 +102,12 @@ def build_model(config: Config, folder: Path, llama_config: LlamaConfig, world: 
     if folder == DEBUG_MODEL:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            model = LlamaForCausalLM(llama_config).to(torch.bfloat16)
+            model = LlamaForCausalLM(llama_config)
+        cast_model(model, torch.bfloat16)
     else:
         with torch.device("meta"):
             model = LlamaForCausalLM(llama_config)
-    model = model.to(dtype)
+    cast_model(model, dtype)
     if config.activation_checkpointing == "full":
         for index, layer in enumerate(model.model.layers):
             model.model.layers[index] = checkpoint_wrapper(layer)
@@ -116,6 +119,7 @@ def build_model(config: Config, folder: Path, llama_config: LlamaConfig, world: 
 
 
 def shard(model: LlamaForCausalLM, world: World) -> None:
+    """Shard every layer, and the rest with the root."""
     # Matrix products in bf16 on GPUs. CPUs mostly lack bf16 arithmetic, so there products run in fp32.
     compute = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)

@@ -87,9 +87,11 @@ def _parse(line: bytes, origin: str) -> Row:
         raise BadInput(f"{origin}: a JSON {type(value).__name__}, not an object with messages, prompt or text")
     if "messages" in value:
         return Row(origin, messages=_messages(value["messages"], origin))
-    for names in (("prompt", "completion"), ("text",)):
-        if all(name in value for name in names):
-            return Row(origin, **{name: _string(value, name, origin) for name in names})
+    if "prompt" in value and "completion" in value:
+        prompt, completion = (_string(value, name, origin) for name in ("prompt", "completion"))
+        return Row(origin, prompt=prompt, completion=completion)
+    if "text" in value:
+        return Row(origin, text=_string(value, "text", origin))
     raise BadInput(
         f'{origin}: has the fields {sorted(value)}; it needs "messages", "prompt" and "completion", or "text"'
     )
@@ -113,4 +115,9 @@ def _string(value: dict[str, Any], name: str, origin: str) -> str:
     if not isinstance(value.get(name), str):
         found = "missing" if name not in value else f"a {type(value[name]).__name__}"
         raise BadInput(f'{origin}: "{name}" is {found}; it must be a string')
-    return value[name]
+    text: str = value[name]
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadInput(f'{origin}: "{name}" holds half a surrogate pair, which is no text; mend the row') from error
+    return text

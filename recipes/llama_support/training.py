@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from .config import Config
 from .data import Batch, StepBatches
@@ -38,6 +39,7 @@ def accumulate_gradient(model: nn.Module, step: StepBatches, world: World) -> fl
     Each label of the global batch weighs the same, wherever it lies: the sum of the losses is divided by the number of
     labels over all ranks and micro-batches. FSDP averages over ranks, hence the factor `world.size`.
     """
+    assert isinstance(model, FSDPModule)
     scale = world.size / max(1, step.trained_tokens)
     total = torch.zeros((), device=world.device)
     for index, batch in enumerate(step.micro_batches):
@@ -72,14 +74,22 @@ def clip_gradients(model: nn.Module, largest_norm: float) -> float:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Learning rate of a run's `step`-th step, counted from 0: linear warm-up, then a cosine.
+    """Learning rate of a schedule's `step`-th step, counted from 1: linear warm-up, then a cosine.
 
-    Warm-up step k has (k + 1) / warmup_steps of the peak, so that no step is lost to a rate of 0; the last step ends
-    the cosine at min_lr_ratio.
+    Warm-up step k has k / warmup_steps of the peak, so that no step is lost to a rate of 0; the last step ends the
+    cosine at min_lr_ratio.
     """
     warmup = min(config.warmup_steps, config.steps)
-    if step < warmup:
-        return config.lr * (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, config.steps - 1 - warmup))
+    if step <= warmup:
+        return config.lr * step / warmup
+    progress = min(1.0, (step - warmup) / (config.steps - warmup))
     low = config.min_lr_ratio
     return config.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: int) -> float:
+    """Set and return the learning rate of a schedule's `step`-th step. A function of the step, it needs no state."""
+    lr = learning_rate(config, step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return lr

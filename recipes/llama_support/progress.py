@@ -1,0 +1,151 @@
+"""Where a run stands: resuming it, saving it, and stopping it before a bad step does harm."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from flashoptim_dist.checkpoint import Checkpointer, CheckpointError
+from flashoptim_dist.checkpoint.layout import step_name
+
+from .config import Config
+from .errors import BadInput
+from .world import World
+
+_RUN = "run"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Steps are counted over the whole life of a run folder.
+
+    Attributes:
+        step: steps done so far.
+        first: the step count at which the current learning-rate schedule began.
+        last: the step count at which it ends.
+    """
+
+    step: int
+    first: int
+    last: int
+
+
+def prepare_run_folder(config: Config) -> None:
+    """Make the run folder and see that this rank can write in it. Raises BadInput; no collective inside."""
+    folder = config.run_folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"written to see whether it can be")
+    except OSError as error:
+        raise BadInput(
+            f"cannot write in the run folder {folder} ({error.strerror or error}); choose another with --output"
+        ) from error
+
+
+def checkpoint_folder(config: Config) -> Path:
+    """The folder that holds the run's checkpoints."""
+    return config.run_folder / "checkpoints"
+
+
+def resume(config: Config, checkpointer: Checkpointer) -> Progress:
+    """Load the checkpoint that `--resume` names, if any, and say what is left to do. All ranks must call.
+
+    A run that was cut off goes on with its schedule; where it had reached the last step, a new schedule of as many
+    steps begins, or none with `--when-finished stop`. Raises BadInput, on every rank, for a checkpoint that is damaged,
+    of another format version, or of another model, optimizer or data.
+    """
+    steps = checkpointer.steps()
+    if config.resume == "never" and steps:
+        raise BadInput(
+            f"{checkpointer.directory} holds checkpoints (newest: step {steps[-1]}) that this run would replace;"
+            " choose another --output, or --resume auto"
+        )
+    wanted = int(config.resume) if config.resume.isdecimal() else None
+    if wanted is not None and wanted not in steps:
+        raise BadInput(f"--resume {wanted}: {checkpointer.directory} holds the steps {steps}; give one of these")
+    extras: dict[str, Any] = {}
+    try:
+        step = checkpointer.load(wanted, extras=extras)
+    except CheckpointError as error:
+        raise BadInput(f"{error}; to start anew choose another --output") from error
+    if step is None:
+        return Progress(0, 0, config.steps)
+    saved = extras[_RUN]
+    if saved["data"] != checkpointer.dataloader.dataset.fingerprint:
+        raise BadInput(
+            f"{checkpointer.directory} is of a run on other data (rows, tokenizer, --sequence-length or --seed have"
+            " changed), so its position means nothing here; give the same as before, or another --output"
+        )
+    return after_resume(step, saved, config)
+
+
+def after_resume(step: int, saved: Mapping[str, Any], config: Config) -> Progress:
+    """What a checkpoint of `step`, saved under the schedule `saved`, has left to do under `config`."""
+    finished = step >= saved["first"] + saved["steps"]
+    if finished and config.when_finished == "stop":
+        return Progress(step, saved["first"], step)
+    first = step if finished else saved["first"]
+    return Progress(step, first, max(step, first + config.steps))
+
+
+def save(config: Config, checkpointer: Checkpointer, progress: Progress, step: int, world: World) -> Path:
+    """Save the run after `step` steps; returns the checkpoint's folder. All ranks must call.
+
+    Raises BadInput, on every rank, where it cannot be written, or the weights are no longer finite: the checkpoints
+    that were there stay.
+    """
+    if not weights_are_finite(checkpointer.model, world):
+        raise BadInput(
+            f"after step {step} the weights are not finite, so they were not saved; {way_back(checkpointer)}"
+        )
+    run = {"first": progress.first, "steps": config.steps, "data": checkpointer.dataloader.dataset.fingerprint}
+    try:
+        checkpointer.save(step, extras={_RUN: run})
+    except CheckpointError as error:
+        raise BadInput(f"{error}; make room or choose another --output; {way_back(checkpointer)}") from error
+    return checkpointer.directory / step_name(step)
+
+
+def stop_unless_finite(checkpointer: Checkpointer, doing: str, **values: float) -> None:
+    """Raise BadInput, naming the last good checkpoint, if a value that is the same on all ranks is NaN or infinite."""
+    if not all(math.isfinite(value) for value in values.values()):
+        shown = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
+        raise BadInput(f"{doing}: {shown}; nothing of it was applied; {way_back(checkpointer)}")
+
+
+def way_back(checkpointer: Checkpointer) -> str:
+    """For messages: the newest checkpoint and how to go on from it."""
+    steps = checkpointer.steps()
+    if not steps:
+        return "no checkpoint was written yet; start again with a lower --lr or other data"
+    return (
+        f"the last good checkpoint is step {steps[-1]} in {checkpointer.directory}; go on from it with"
+        f" --resume {steps[-1]} and a lower --lr"
+    )
+
+
+def weights_are_finite(model: Any, world: World) -> bool:
+    """Whether every element of every rank's shards is finite. All ranks must call."""
+    assert isinstance(model, nn.Module)
+    bad = torch.zeros((), dtype=torch.int64, device=world.device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            bad += (~torch.isfinite(local)).sum()
+    return world.sum(bad.item())[0] == 0
+
+
+def describe_checkpoint(folder: Path, model: nn.Module) -> str:
+    """Size of a checkpoint on disk, in all and per parameter."""
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return f"{size / 1e6:,.1f} MB on disk, {size / parameters:.2f} bytes per parameter with all that belongs to it"
