@@ -117,5 +117,8 @@ def _extend_fp16(master: Tensor, bits: int, noise: Tensor | None) -> Tensor:
 def _magnitude_of_fp16(extended: Tensor, bits: int) -> Tensor:
     shift = 13 - bits
     normal = (extended << shift if shift >= 0 else extended >> -shift) + _FP16_REBIAS
-    small = (extended.to(torch.float32) * 2.0 ** (-24 - bits)).view(torch.int32)
+    # What fp32 cannot hold is cut off, here as above: rounded up, it could reach the next weight.
+    rounded = extended.to(torch.float32)
+    cut = (rounded.view(torch.int32) - (rounded.to(torch.int32) > extended).to(torch.int32)).view(torch.float32)
+    small = (cut * 2.0 ** (-24 - bits)).view(torch.int32)
     return torch.where(extended >= 1 << (10 + bits), normal, small)
