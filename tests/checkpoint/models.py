@@ -1,34 +1,39 @@
-"""Small models and runs that the checkpoint tests save and load, on any number of ranks."""
+"""Small models on any placement, stepped with given gradients, so that all placements must come to the same bits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flashoptim_dist as fod
 from tests.pool import mesh
 
-WIDTH = 48
+WIDTH = 128
 
 
 class Net(nn.Module):
-    """Uneven rows, fewer rows than ranks, a bias, a norm, a frozen and an unused layer."""
+    """Uneven rows, fewer rows than ranks, rows that are no multiple of 32, stacked experts, a frozen and an unused layer."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(13, WIDTH)
-        self.up = nn.Linear(WIDTH, 70)
-        self.norm = nn.LayerNorm(70)
-        self.down = nn.Linear(70, WIDTH, bias=False)
-        self.head = nn.Linear(WIDTH, 13, bias=False)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.norm = nn.LayerNorm(2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.ragged = nn.Linear(37, 6)
         self.tiny = nn.Linear(WIDTH, 1)
-        self.frozen = nn.Linear(5, 40)
+        self.experts = nn.ParameterList([nn.Parameter(torch.randn(4, 8, 64))])
+        self.head = nn.Linear(WIDTH, 13, bias=False)
+        self.frozen = nn.Linear(40, 5)
         self.unused = nn.Linear(40, 3)
         self.frozen.requires_grad_(False)
         self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
@@ -41,39 +46,97 @@ class Net(nn.Module):
         return self.head(hidden) + self.tiny(hidden)
 
 
+PLACEMENTS = ("single", "fsdp", "hsdp", "fsdp_tp", "shard1", "experts")
+
+
+def possible(placement: str, world_size: int) -> bool:
+    """Whether the model can be placed so on that many ranks."""
+    even = world_size % 2 == 0
+    return {
+        "single": world_size == 1,
+        "fsdp": True,
+        "hsdp": even,
+        "fsdp_tp": even and world_size // 2 in (1, 2, 4),
+        "shard1": world_size in (2, 4),
+        "experts": even and world_size // 2 in (1, 2, 4),
+    }[placement]
+
+
 def build(placement: str = "fsdp", *, tied: bool = False, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Net:
+    """Make the model, the same on all ranks, and place it (all ranks must call)."""
     torch.manual_seed(seed)
     net = Net(tied).to(dtype)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if placement == "single":
         return net
-    grid = {"fsdp": (world_size,), "hsdp": (2, world_size // 2)}[placement]
-    net = fully_shard(net.requires_grad_(), mesh=mesh(*grid))
-    net.frozen.requires_grad_(False)
+    flat = mesh(world_size)
+    if placement == "hsdp":
+        fully_shard(net, mesh=mesh(2, world_size // 2))
+    elif placement == "fsdp_tp":
+        grid = mesh(world_size // 2, 2, names=("dp", "tp"))
+        parallelize_module(net, grid["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(net, mesh=grid["dp"])
+    elif placement == "shard1":
+        fully_shard(net, mesh=flat, shard_placement_fn=lambda p: _second_dimension(p, world_size))
+    elif placement == "experts":
+        grid = mesh(2, world_size // 2, names=("ep", "ep_shard"))
+        whole = net.experts[0].detach()
+        net.experts[0] = nn.Parameter(distribute_tensor(whole, grid, [Shard(0), Shard(1)]))
+        fully_shard(net, mesh=flat, ignored_params={net.experts[0]})
+    else:
+        fully_shard(net, mesh=flat)
     return net
 
 
+def _second_dimension(parameter: nn.Parameter, world_size: int) -> Shard:
+    fits = parameter.ndim == 2 and parameter.shape[1] % (32 * world_size) == 0
+    return Shard(1) if fits else Shard(0)
+
+
+def trainable(net: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in net.named_parameters() if parameter.requires_grad]
+
+
 def adamw(net: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2, **options)
+    return torch.optim.AdamW([p for _, p in trainable(net)], lr=1e-2, foreach=False, **options)
 
 
 def flash(net: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    named = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
-    return fod.FlashAdamW(named, lr=1e-2, **options)
+    return fod.FlashAdamW(trainable(net), lr=1e-2, **options)
 
 
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int]) -> float:
-    """The same batch on all ranks, so that the result does not depend on their number."""
-    loss = torch.zeros(())
-    for step in steps:
-        generator = torch.Generator().manual_seed(100 + step)
-        tokens = torch.randint(0, 13, (4, 6), generator=generator)
-        loss = torch.nn.functional.cross_entropy(net(tokens).float().flatten(0, 1), tokens.flatten())
-        loss.backward()
+OPTIMIZERS = {"adamw": adamw, "flash": flash}
+
+
+def steps(net: nn.Module, optimizer: torch.optim.Optimizer, which: Iterable[int]) -> None:
+    """Step with gradients that depend on the name of the parameter and the number of the step alone."""
+    updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for step in which:
+        for name, parameter in net.named_parameters():
+            if parameter in updated and parameter.requires_grad and not name.startswith("unused"):
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
+                whole = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+                parameter.grad = like(whole, parameter)
         optimizer.step()
         optimizer.zero_grad()
-        net.seen += 1
-    return loss.item()
+        if hasattr(net, "seen"):
+            net.seen += 1
+
+
+def like(whole: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, as a DTensor like the parameter."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    placed = parameter.device_mesh, parameter.placements
+    shape, offset = compute_local_shape_and_global_offset(whole.shape, *placed)
+    part = whole
+    if all(shape):
+        for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+            part = part.narrow(dim, start, length)
+    else:
+        part = whole.new_empty(shape)
+    local = parameter.to_local().detach().new_empty(shape).copy_(part)
+    return DTensor.from_local(local, *placed, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def gathered(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -101,8 +164,4 @@ def differences(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
 def _same(left: Tensor, right: Tensor) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    return (
-        torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
-        if left.ndim
-        else bool(left == right)
-    )
+    return torch.equal(left.flatten().view(torch.uint8), right.flatten().view(torch.uint8))

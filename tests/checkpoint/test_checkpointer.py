@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from flashoptim_dist.checkpoint import Checkpointer, CheckpointError
-from tests.checkpoint.models import adamw, build, differences, flash, gathered, train
+from tests.checkpoint.models import OPTIMIZERS, adamw, build, differences, gathered, steps
 from tests.pool import run_ranks
-
-OPTIMIZERS = {"adamw": adamw, "flash": flash}
 
 
 class Loader:
@@ -28,8 +26,8 @@ class Loader:
         self.position = state["position"]
 
 
-def _run(directory: str, kind: str, steps: int, until: int) -> tuple[Any, ...]:
-    """Resume if there is something to resume from, train up to `until` of `steps` steps, save at each."""
+def _run(directory: str, kind: str, until: int) -> tuple[Any, ...]:
+    """Resume if there is something to resume from, train until step `until`, save at each."""
     import torch.distributed as dist
 
     net = build()
@@ -42,7 +40,7 @@ def _run(directory: str, kind: str, steps: int, until: int) -> tuple[Any, ...]:
     assert extras == ({} if found is None else {"note": f"step {found}"})
     noise = torch.zeros(())
     for step in range(found or 0, until):
-        train(net, optimizer, [step])
+        steps(net, optimizer, [step])
         scheduler.step()
         loader.position += 10 + dist.get_rank()
         noise = torch.rand(())
@@ -53,9 +51,9 @@ def _run(directory: str, kind: str, steps: int, until: int) -> tuple[Any, ...]:
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path, kind: str) -> None:
     """C39 of the collected bug reports: resuming is bit-exact."""
-    straight = run_ranks(2, _run, str(tmp_path / "a"), kind, 6, 6)
-    first = run_ranks(2, _run, str(tmp_path / "b"), kind, 6, 3)
-    resumed = run_ranks(2, _run, str(tmp_path / "b"), kind, 6, 6)
+    straight = run_ranks(2, _run, str(tmp_path / "a"), kind, 6)
+    first = run_ranks(2, _run, str(tmp_path / "b"), kind, 3)
+    resumed = run_ranks(2, _run, str(tmp_path / "b"), kind, 6)
     assert [result[0] for result in (straight[0], first[0], resumed[0])] == [None, None, 3]
     for rank in range(2):
         assert differences(straight[rank][1], resumed[rank][1]) == []
