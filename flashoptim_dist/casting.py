@@ -58,7 +58,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
         raise ValueError(f"dtype must be one of {', '.join(str(d) for d in CAST_DTYPES)}, got {dtype}")
     patterns = (keep_fp32,) if isinstance(keep_fp32, str) else tuple(keep_fp32)
     named = _select(model, patterns)
-    kept = _close_over_ties(model, named | _batch_norms(model)) if dtype != torch.float32 else set()
+    batch_norms = {module for module in model.modules() if is_batch_norm(module)}
+    kept = _close_over_ties(model, named | batch_norms) if dtype != torch.float32 else set()
     targets = _target_dtypes(model, dtype, kept)
     _check_can_change(model, targets)
 
@@ -75,6 +76,21 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
 def modules_kept_in_fp32(model: nn.Module) -> list[nn.Module]:
     """Return the modules that :func:`cast_model` kept in fp32, the outermost ones, in the order of the model."""
     return [module for module in model.modules() if _hooks_of(module)]
+
+
+def set_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make modules kept in fp32 give their outputs as ``dtype``: for a mixed-precision policy that computes in another
+    dtype than the parameters have.
+    """
+    for module in model.modules():
+        for hook in _hooks_of(module):
+            if isinstance(hook, _OutputsToDtype):
+                hook.compute_dtype = dtype
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Return whether a module is a BatchNorm or InstanceNorm of torch, or keeps the same running statistics."""
+    return isinstance(module, _NormBase) or {"running_mean", "running_var"} <= module._buffers.keys()
 
 
 # ---------------------------------------------------------------------- which
@@ -102,14 +118,6 @@ def _hint(model: nn.Module, pattern: str, names: Iterable[tuple[str, nn.Module]]
     if close:
         hint += f"; close names: {', '.join(repr(name) for name in close)}"
     return hint + " (patterns are matched against whole names, as in model.named_modules(): '*.norm', not 'norm')"
-
-
-def _batch_norms(model: nn.Module) -> set[nn.Module]:
-    return {
-        module
-        for module in model.modules()
-        if isinstance(module, _NormBase) or {"running_mean", "running_var"} <= module._buffers.keys()
-    }
 
 
 def _close_over_ties(model: nn.Module, kept: set[nn.Module]) -> set[nn.Module]:
@@ -236,18 +244,19 @@ class _InputsToFloat32:
 
 
 class _OutputsToDtype:
-    """Forward hook: fp32 tensors among the outputs become the dtype of the model around the module."""
+    """Forward hook: fp32 tensors among the outputs become the dtype that the model around the module computes in."""
 
     handle: RemovableHandle
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self.compute_dtype = dtype
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         return tree_map(self._cast, output)
 
     def _cast(self, value: Any) -> Any:
-        return value.to(self.dtype) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
+        return value.to(self.compute_dtype) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
 
 
 def _hooks_of(module: nn.Module) -> list[_InputsToFloat32 | _OutputsToDtype]:

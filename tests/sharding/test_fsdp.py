@@ -1,0 +1,536 @@
+"""shard_model: which modules become units, and that the sharded model trains as the whole one does."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from flashoptim_dist.casting import cast_model
+from flashoptim_dist.sharding.fsdp import plan_units, shard_model
+from flashoptim_dist.sharding.layout import ShardingError
+from tests.pool import mesh, run_ranks
+
+NORMS = {"model.norm"} | {f"model.layers.{i}.{kind}_layernorm" for i in (0, 1) for kind in ("input", "post_attention")}
+LAYERS = {"model.layers.0", "model.layers.1"}
+ENDS = {"model.embed_tokens", "lm_head"}
+
+
+def tiny_llama(*, tied: bool = False) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=131,  # divisible by no world size
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x))
+
+
+class Other(Block):
+    """A block of another class."""
+
+
+class Plain(nn.Module):
+    """A language model without Hugging Face's metadata."""
+
+    def __init__(self, container: str = "list", vocabulary: int = 20) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, 8)
+        blocks = [Block(), Block(), Block()]
+        self.blocks = nn.ModuleList(blocks) if container == "list" else nn.ModuleDict({"a": blocks[0], "b": blocks[1]})
+        self.small = nn.ModuleList([nn.Linear(8, 8)])
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        for block in self.blocks if isinstance(self.blocks, nn.ModuleList) else self.blocks.values():
+            h = block(h)
+        return self.head(self.norm(self.small[0](h)))
+
+
+class Mixer(nn.Module):
+    """A state-space layer in small: fp32 parameters of its own beside bf16 submodules."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(width, width)
+        self.A_log = nn.Parameter(torch.rand(width))
+        self.dt_bias = nn.Parameter(torch.rand(width))
+        self.out_proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        decay = torch.exp(-torch.exp(self.A_log.float()) * torch.nn.functional.softplus(self.dt_bias.float()))
+        return x + self.out_proj((self.in_proj(x).float() * decay).to(x.dtype))
+
+
+class Hybrid(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Mixer(), Block(), Mixer()])
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def _hybrid() -> Hybrid:
+    """bf16, with the mixers' own parameters fp32: dtypes that were set without cast_model."""
+    torch.manual_seed(0)
+    model = Hybrid().to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("A_log", "dt_bias")):
+            parameter.data = parameter.data.float()
+    return model
+
+
+def _names(model: nn.Module, **options: Any) -> set[str]:
+    return {unit.name for unit in plan_units(model, **options)}
+
+
+# ---------------------------------------------------------------------- the plan
+
+
+@pytest.mark.parametrize("keep, fp32", [((), set()), (("*norm",), NORMS), (("model.norm", "lm_head"), {"model.norm"})])
+def test_units_of_a_llama(keep: tuple[str, ...], fp32: set[str]) -> None:
+    model = cast_model(tiny_llama(), keep_fp32=keep)
+    assert _names(model) == LAYERS | ENDS | fp32
+    plan = plan_units(model)
+    assert {unit.name for unit in plan if unit.fp32} == fp32 | ({"lm_head"} if "lm_head" in keep else set())
+    order = [unit.name for unit in plan]
+    for unit in plan:
+        inner = [name for name in order if name.startswith(f"{unit.name}.")]
+        assert all(order.index(name) < order.index(unit.name) for name in inner)
+
+
+def test_tied_embeddings_are_in_the_root_unit() -> None:
+    assert _names(cast_model(tiny_llama(tied=True))) == LAYERS
+    # Tied and in fp32: then everything else of the root unit has to leave it.
+    assert _names(cast_model(tiny_llama(tied=True), keep_fp32=["lm_head"])) == LAYERS | {"model.norm"}
+
+
+def test_a_layer_inside_a_kept_module_and_a_kept_layer() -> None:
+    model = cast_model(tiny_llama(), keep_fp32=["model.layers.1"])
+    assert _names(model) == LAYERS | ENDS
+    assert {unit.name for unit in plan_units(model) if unit.fp32} == {"model.layers.1"}
+
+
+@pytest.mark.parametrize("container", ["list", "dict"])
+def test_layers_are_found_without_metadata(container: str) -> None:
+    expected = {"blocks.0", "blocks.1", "blocks.2"} if container == "list" else {"blocks.a", "blocks.b"}
+    assert _names(Plain(container)) == expected | {"embedding", "head"}
+
+
+def test_layers_of_encoder_and_decoder_are_found() -> None:
+    model = nn.Module()
+    model.encoder = nn.ModuleList([Block(), Block()])
+    model.decoder = nn.ModuleDict({"x": nn.ModuleList([Other(), Block()])})
+    model.tiny = nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])
+    assert _names(model) == {"encoder.0", "encoder.1", "decoder.x.0", "decoder.x.1"}
+
+
+def test_named_layers() -> None:
+    model = Plain()
+    assert _names(model, layers=model.blocks) == {"blocks.0", "blocks.1", "blocks.2", "embedding", "head"}
+    assert _names(model, layers=[model.blocks[1]]) == {"blocks.1", "embedding", "head"}
+    assert _names(model, layers=[]) == {"embedding", "head"}
+    with pytest.raises(ValueError, match="number 1, a Linear, is not a module of the model"):
+        plan_units(model, layers=[model.blocks[0], nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match="'blocks' is a ModuleList, which is never called: pass its members"):
+        plan_units(model, layers=[model.blocks])
+
+
+def test_a_model_without_layers_is_one_unit() -> None:
+    assert _names(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))) == set()
+
+
+def test_checkpointing_wrappers_are_inside_the_units() -> None:
+    model = tiny_llama()
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = checkpoint_wrapper(layer)
+    plan = plan_units(cast_model(model))
+    assert {unit.name for unit in plan} == LAYERS | ENDS
+    assert {unit.module for unit in plan} >= set(model.model.layers)
+
+
+def test_layers_that_share_a_parameter_stay_in_the_unit_around_them(caplog: pytest.LogCaptureFixture) -> None:
+    model = Plain()
+    model.blocks[0].linear.weight = model.blocks[2].linear.weight
+    with caplog.at_level(logging.WARNING):
+        assert _names(model) == {"blocks.1", "embedding", "head"}
+    assert "blocks.0 shares blocks.0.linear.weight with blocks.2.linear.weight" in caplog.text
+
+
+def test_a_module_in_two_layers_keeps_both_in_the_unit_around_them() -> None:
+    model = Plain()
+    model.blocks[1].linear = model.blocks[2].linear
+    assert _names(model) == {"blocks.0", "embedding", "head"}
+    model.blocks[2] = model.blocks[1]  # one layer that runs twice is no problem
+    assert _names(model) == {"blocks.0", "blocks.1", "embedding", "head"}
+
+
+def test_pytorch_156784_units_split_where_dtypes_meet() -> None:
+    mixers = {f"layers.{i}" for i in (0, 2)}
+    inner = {f"{mixer}.{name}" for mixer in mixers for name in ("in_proj", "out_proj")}
+    assert _names(_hybrid()) == mixers | {"layers.1"} | inner
+    model = Plain().to(torch.bfloat16)
+    model.blocks[1].norm.float()  # part of a layer
+    model.norm.float()  # part of the root
+    assert _names(model) == {"blocks.0", "blocks.1", "blocks.2", "embedding", "head", "blocks.1.norm", "norm"}
+    model = Plain().to(torch.bfloat16)
+    model.blocks[1].float()  # a whole layer: one unit, not two
+    assert _names(model) == {"blocks.0", "blocks.1", "blocks.2", "embedding", "head"}
+
+
+def test_frozen_parameters_may_have_another_dtype() -> None:
+    model = Plain().to(torch.bfloat16)
+    for parameter in model.blocks[0].norm.float().parameters():
+        parameter.requires_grad_(False)
+    assert _names(model) == {"blocks.0", "blocks.1", "blocks.2", "embedding", "head"}
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def test_pytorch_156784_two_dtypes_in_one_module_are_refused_by_name() -> None:
+    model = Hybrid()
+    model.layers[0].register_parameter("gain", nn.Parameter(torch.ones(3, dtype=torch.bfloat16)))
+    with pytest.raises(ShardingError) as caught:
+        plan_units(model)
+    text = str(caught.value)
+    for part in ("'layers.0' (Mixer)", "'layers.0.A_log' of torch.float32, shape (8,)", "'layers.0.gain'"):
+        assert part in text
+    assert "keep_fp32=['layers.0']" in text
+    cast_model(model, keep_fp32=["layers.0"])  # the way out
+    assert "layers.0" in _names(model)
+
+
+def test_a_parameter_list_belongs_to_the_module_around_it() -> None:
+    model = Plain()
+    model.blocks[0].gains = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3).bfloat16())])
+    with pytest.raises(ShardingError, match=r"'blocks\.0' \(Block\) owns parameter 'blocks\.0\.gains\.0'"):
+        plan_units(model)
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_parameters_without_dimensions_are_refused_by_name(trainable: bool) -> None:
+    model = Plain()
+    model.blocks[1].scale = nn.Parameter(torch.tensor(1.0), requires_grad=trainable)
+    with pytest.raises(ShardingError, match=r"parameter 'blocks\.1\.scale' has no dimensions.*reshape\(1\)"):
+        plan_units(model)
+
+
+def _refusals() -> dict[str, str]:
+    texts = {}
+
+    def attempt(name: str, **options: Any) -> None:
+        model = options.pop("model", None) or Plain()
+        try:
+            shard_model(model, **options)
+        except ValueError as error:
+            texts[name] = str(error)
+        if not name.startswith("twice"):
+            assert not any(isinstance(module, FSDPModule) for module in model.modules())
+
+    one, two = mesh(2), mesh(2, 1)
+    attempt("3-D", mesh=init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c")))
+    attempt("no names", mesh=init_device_mesh("cpu", (2, 1)))
+    scalar = Plain()
+    scalar.blocks[1].scale = nn.Parameter(torch.tensor(1.0))
+    attempt("scalar", model=scalar, mesh=two)
+    attempt("twice", model=shard_model(Plain(), one), mesh=one)
+    return texts
+
+
+def test_refusals_leave_the_model_alone() -> None:
+    for texts in run_ranks(2, _refusals):
+        assert "3 dimensions: FSDP needs one, HSDP two" in texts["3-D"]
+        assert "mesh_dim_names" in texts["no names"]
+        assert "'blocks.1.scale'" in texts["scalar"]
+        assert "sharded by FSDP2 already" in texts["twice"]
+
+
+# ---------------------------------------------------------------------- training
+
+
+def _shards_of(model: nn.Module) -> dict[str, tuple[bool, torch.dtype]]:
+    return {name: (isinstance(p, DTensor), p.dtype) for name, p in model.named_parameters()}
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.dtype == parameter.dtype, name
+        whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        gradients[name.replace("_checkpoint_wrapped_module.", "")] = whole
+    return gradients
+
+
+def _llama_step(model: LlamaForCausalLM, rows: Tensor) -> tuple[float, dict[str, Tensor]]:
+    loss = model(input_ids=rows, labels=rows).loss
+    loss.backward()
+    return loss.item(), _gradients(model)
+
+
+def _train_llama(
+    sizes: tuple[int, ...], tied: bool, keep: tuple[str, ...], checkpointing: str, param_dtype: torch.dtype | None
+) -> dict[str, Any]:
+    rows = torch.arange(24).reshape(2, 12) * 5 % 131
+    whole = cast_model(tiny_llama(tied=tied), keep_fp32=keep)
+    expected_loss, expected = _llama_step(whole, rows)
+    model = cast_model(tiny_llama(tied=tied), keep_fp32=keep)
+    if checkpointing == "hf":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    elif checkpointing == "wrapper":
+        for index, layer in enumerate(model.model.layers):
+            model.model.layers[index] = checkpoint_wrapper(layer)
+    returned = shard_model(model, mesh(*sizes), param_dtype=param_dtype)
+    assert returned is model
+    with torch.no_grad():
+        model(input_ids=rows)
+    after_eval = _shards_of(model)
+    losses, worst = [], 0.0
+    for _ in range(2):
+        loss, gradients = _llama_step(model, rows)
+        losses.append(loss)
+        model.zero_grad()
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        scale = expected[name].float().abs().max().item()
+        worst = max(worst, (gradient.float() - expected[name].float()).abs().max().item() / scale)
+    return {
+        "losses": losses,
+        "expected": expected_loss,
+        "worst": worst,
+        "after_eval": after_eval,
+        "after_step": _shards_of(model),
+        "tied": model.lm_head.weight is model.model.embed_tokens.weight,
+        "placements": {str(p.placements) for p in model.parameters() if isinstance(p, DTensor)},
+    }
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("keep", [(), ("*norm", "lm_head")], ids=["bf16", "mixed"])
+def test_a_sharded_llama_trains_as_the_whole_one(sizes: tuple[int, ...], tied: bool, keep: tuple[str, ...]) -> None:
+    world_size = torch.Size(sizes).numel()
+    for result in run_ranks(world_size, _train_llama, sizes, tied, keep, "none", None):
+        assert result["tied"] is tied
+        assert all(sharded for sharded, _ in result["after_eval"].values())
+        assert result["after_eval"] == result["after_step"]
+        dtypes = {name: dtype for name, (_, dtype) in result["after_step"].items()}
+        for name, dtype in dtypes.items():
+            kept = bool(keep) and ("norm" in name or "lm_head" in name or (tied and "embed_tokens" in name))
+            assert dtype == (torch.float32 if kept else torch.bfloat16), name
+        assert result["losses"] == [result["expected"]] * 2
+        # Every rank has the same rows, so the mean gradient is each one's own: exact but for the division by 3 ranks.
+        assert result["worst"] <= (2.0**-8 if world_size == 3 else 0.0)
+        assert result["placements"] == {"(Replicate(), Shard(dim=0))" if len(sizes) == 2 else "(Shard(dim=0),)"}
+
+
+@pytest.mark.parametrize("checkpointing", ["hf", "wrapper"])
+def test_activation_checkpointing(checkpointing: str) -> None:
+    for result in run_ranks(2, _train_llama, (2,), True, ("*norm",), checkpointing, None):
+        assert result["losses"] == [result["expected"]] * 2
+        assert result["worst"] == 0.0
+
+
+@pytest.mark.parametrize("keep", [(), ("*norm", "lm_head", "model.layers.1.mlp")], ids=["bf16", "mixed"])
+def test_bf16_weights_may_compute_in_fp32(keep: tuple[str, ...]) -> None:
+    for result in run_ranks(2, _train_llama, (2,), False, keep, "none", torch.float32):
+        assert result["losses"][0] == result["losses"][1]
+        assert result["losses"][0] == pytest.approx(result["expected"], rel=1e-2)
+        assert 0.0 < result["worst"] < 0.1  # bf16 activations, against none
+
+
+def _different_rows(accumulate: bool) -> tuple[float, float]:
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    rows = torch.randint(0, 20, (world_size, 4, 6))
+    whole = Plain()
+    state = {name: value.clone() for name, value in whole.state_dict().items()}
+    nn.functional.cross_entropy(whole(rows.flatten(0, 1)).flatten(0, 1), rows.flatten()).backward()
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    model = Plain()
+    model.load_state_dict(state)
+    shard_model(model, mesh(world_size))
+    pieces = rows[rank].chunk(2) if accumulate else [rows[rank]]
+    for index, piece in enumerate(pieces):
+        assert isinstance(model, FSDPModule)
+        model.set_requires_gradient_sync(index == len(pieces) - 1)
+        loss = nn.functional.cross_entropy(model(piece).flatten(0, 1), piece.flatten())
+        (loss / len(pieces)).backward()
+    gradients = _gradients(model)
+    error = max((gradients[name] - expected[name]).abs().max().item() for name in expected)
+    return error, max(value.abs().max().item() for value in expected.values())
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_gradients_are_the_mean_over_ranks(world_size: int, accumulate: bool) -> None:
+    for error, largest in run_ranks(world_size, _different_rows, accumulate):
+        assert largest > 0.01
+        assert error < 1e-6
+
+
+def _hybrid_step(param_dtype: torch.dtype | None) -> tuple[dict[str, torch.dtype], float, list[str]]:
+    x = torch.randn(4, 8).bfloat16()
+    whole, model = _hybrid(), _hybrid()
+    whole(x).float().square().sum().backward()
+    shard_model(model, mesh(dist.get_world_size()), param_dtype=param_dtype)
+    model(x).float().square().sum().backward()
+    expected, gradients = _gradients(whole), _gradients(model)
+    worst = max(
+        ((gradients[name] - expected[name]).abs().max() / expected[name].abs().max()).item() for name in expected
+    )
+    units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    return {name: gradient.dtype for name, gradient in gradients.items()}, worst, units
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_pytorch_156784_mixed_dtypes_across_units(world_size: int, param_dtype: torch.dtype | None) -> None:
+    """bf16 weights and fp32 A_log and dt_bias in one layer: plain fully_shard fails in the first forward."""
+    for dtypes, worst, units in run_ranks(world_size, _hybrid_step, param_dtype):
+        for name, dtype in dtypes.items():
+            assert dtype == (torch.float32 if name.endswith(("A_log", "dt_bias")) else torch.bfloat16)
+        assert "layers.0" in units
+        assert "layers.0.in_proj" in units
+        # With a policy the fp32 mixer gets fp32 input and rounds elsewhere.
+        tolerance = 0.05 if param_dtype is not None else 2.0**-8 if world_size == 3 else 0.0
+        assert worst <= tolerance
+
+
+def _batch_norm_step(dtype: torch.dtype, param_dtype: torch.dtype | None) -> tuple[set[torch.dtype], torch.dtype, bool]:
+    model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(4 * 6, 2))
+    cast_model(model, dtype)
+    shard_model(model, mesh(dist.get_world_size()), param_dtype=param_dtype)
+    seen: set[torch.dtype] = set()
+    model[1].register_forward_pre_hook(lambda module, args: seen.add(args[0].dtype))
+    out = model(torch.randn(8, 2, 8).to(torch.bfloat16))
+    out.float().square().mean().backward()
+    moved = bool(model[1].running_mean.abs().sum() > 0) and model[1].running_mean.dtype == torch.float32
+    finite = all(g.isfinite().all() for g in _gradients(model).values())
+    return seen, out.dtype, moved and finite and isinstance(model[1], FSDPModule)
+
+
+@pytest.mark.parametrize(
+    "dtype, param_dtype", [(torch.bfloat16, None), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
+)
+def test_batch_norms_compute_in_fp32_in_a_unit_of_their_own(
+    dtype: torch.dtype, param_dtype: torch.dtype | None
+) -> None:
+    for seen, out_dtype, good in run_ranks(2, _batch_norm_step, dtype, param_dtype):
+        assert seen == {torch.float32}
+        assert out_dtype == torch.bfloat16
+        assert good
+
+
+class Keyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.gate = KeywordGate()
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.second(self.gate(x=h, extra={"residual": [h]}))
+
+
+class KeywordGate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, *, x: Tensor, extra: dict[str, list[Tensor]]) -> Tensor:
+        self.seen = [x.dtype, extra["residual"][0].dtype, self.weight.dtype]
+        return x * self.weight + extra["residual"][0]
+
+
+def _keyword_step() -> tuple[list[torch.dtype], dict[str, torch.dtype], bool]:
+    torch.manual_seed(1)
+    whole = cast_model(Keyword(), keep_fp32=["gate"])
+    torch.manual_seed(1)
+    model = cast_model(Keyword(), keep_fp32=["gate"])
+    shard_model(model, mesh(dist.get_world_size()))
+    x = torch.randn(4, 8).bfloat16()
+    for each in (whole, model):
+        each(x).float().sum().backward()
+    expected, gradients = _gradients(whole), _gradients(model)
+    equal = all(torch.equal(expected[name], gradients[name]) for name in expected)
+    return model.gate.seen, {name: gradient.dtype for name, gradient in gradients.items()}, equal
+
+
+def test_modules_kept_in_fp32_get_fp32_keyword_arguments_when_sharded() -> None:
+    for seen, dtypes, equal in run_ranks(2, _keyword_step):
+        assert seen == [torch.float32] * 3
+        assert dtypes["gate.weight"] == torch.float32
+        assert dtypes["first.weight"] == torch.bfloat16
+        assert equal
+
+
+def _meta() -> tuple[set[torch.device], set[str], bool]:
+    with torch.device("meta"):
+        model = tiny_llama(tied=True)
+    shard_model(cast_model(model, keep_fp32=["*norm"]), mesh(dist.get_world_size()))
+    devices = {parameter.device for parameter in model.parameters()}
+    units = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    return devices, units, model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_meta_models_are_sharded_without_memory() -> None:
+    for devices, units, tied in run_ranks(2, _meta):
+        assert devices == {torch.device("meta")}
+        assert units == LAYERS | NORMS | {""}
+        assert tied
+
+
+def _tensor_parallel() -> float:
+    world = mesh(2, 2, names=("dp", "tp"))
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    model.load_state_dict(whole.state_dict())
+    parallelize_module(model, world["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    shard_model(model, world["dp"])
+    x = torch.ones(3, 8)
+    whole(x).square().sum().backward()
+    model(x).square().sum().backward()
+    expected, gradients = _gradients(whole), _gradients(model)
+    return max((gradients[name] - expected[name]).abs().max().item() for name in expected)
+
+
+def test_on_top_of_tensor_parallelism() -> None:
+    for error in run_ranks(4, _tensor_parallel):
+        assert error < 1e-4
