@@ -1,12 +1,11 @@
-"""Who does the arithmetic of a step: tasks, one per parameter, and the backend that a device's tasks are handed to."""
+"""Tasks, one per parameter and step, and the backend in pure torch; the Triton backend is in ``fused``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from flashoptim_dist.optim import reference
@@ -32,18 +31,10 @@ class StepTask:
     weight: Tensor
     gradient: Tensor
     state: dict[str, Any]
+    group: int
     hyperparameters: Hyperparameters
     fresh_moments: bool
     counter: Tensor | None
-
-
-Backend = Callable[[Sequence[StepTask], float], None]
-"""(tasks of one device, factor on all gradients): updates weights and states in place and advances ``step``."""
-
-
-def backend_for(device: torch.device, fused: bool | None) -> Backend:
-    """Return who steps the tasks of a device; ``fused`` is the optimizer's argument."""
-    return step_with_torch
 
 
 def step_with_torch(tasks: Sequence[StepTask], gradient_factor: float) -> None:

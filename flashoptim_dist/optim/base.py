@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashoptim_dist.formats import FormatSpec, Rounding
-from flashoptim_dist.optim.backends import StepTask, backend_for
+from flashoptim_dist.optim.backends import StepTask, step_with_torch
 from flashoptim_dist.optim.checks import (
     check_common,
     check_gradient,
@@ -27,6 +27,7 @@ from flashoptim_dist.optim.masters import MasterWeights
 from flashoptim_dist.optim.records import ParameterRecord, fingerprint, new_record
 from flashoptim_dist.optim.rules import Hyperparameters
 from flashoptim_dist.optim.state import ERROR_BITS, MomentSpec, new_entry, new_state
+from flashoptim_dist.optim.stepper import FusedStepper, takes_kernels
 from flashoptim_dist.optim.update_check import NumericsReport, UpdateCheck
 from flashoptim_dist.sharding import like_parameter, local_tensor
 
@@ -85,7 +86,8 @@ class FlashOptimizer(MasterWeights, torch.optim.Optimizer):
         # GradScaler's protocol: it leaves unscaling and the skip to step(), through the attributes grad_scale and
         # found_inf, which it makes and deletes around the call.
         self._step_supports_amp_scaling = True
-        self._skipped_steps: Tensor | int = 0
+        self._skipped_steps = 0
+        self._stepper = FusedStepper(self)
 
     # ------------------------------------------------------------------ construction
 
@@ -143,7 +145,7 @@ class FlashOptimizer(MasterWeights, torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> int:
         """Number of steps skipped because a gradient was not finite. Reading it synchronizes with the device."""
-        return int(self._skipped_steps)
+        return self._skipped_steps + self._stepper.skipped_steps
 
     def numerics_report(self) -> NumericsReport:
         """Return, by parameter, how many updates were too small to change a weight; ``str()`` of it is a table.
@@ -286,17 +288,24 @@ class FlashOptimizer(MasterWeights, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._is_template_step():
+        if self._stepper.step_as_before() or self._is_template_step():
             return loss
-        factor, skip = self._amp_factor()
+        tasks = self._tasks()
+        on_device = [device for device in tasks if self._update_check is None and takes_kernels(device, self._fused)]
+        factor, skip = (1.0, False) if len(on_device) == len(tasks) else self._amp_factor()
         if skip:
             self._skipped_steps += 1
             return loss
-        tasks = self._tasks()
+        self._stepper.forget()
         for device, of_device in tasks.items():
-            backend_for(device, self._fused)(of_device, factor)
+            if device in on_device:
+                self._stepper.step(device, of_device)
+            else:
+                step_with_torch(of_device, factor)
             for task in of_device:
                 task.record.seen = fingerprint(task.parameter)
+        if len(on_device) == len(tasks):
+            self._stepper.keep()
         if self._update_check is not None:
             self._update_check.poll()
         return loss
@@ -354,6 +363,7 @@ class FlashOptimizer(MasterWeights, torch.optim.Optimizer):
                     weight=weight,
                     gradient=local_tensor(gradient),
                     state=state,
+                    group=index,
                     hyperparameters=hyperparameters,
                     fresh_moments=self._complete(parameter, record, state),
                     counter=None if check is None else check.counter(record.name, weight.device),

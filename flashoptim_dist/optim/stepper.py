@@ -1,0 +1,122 @@
+"""Choosing and keeping the Triton plans of one optimizer; see ``fused`` for what a plan is."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flashoptim_dist.optim.backends import StepTask, step_with_torch
+
+if TYPE_CHECKING:
+    from flashoptim_dist.optim.base import FlashOptimizer
+    from flashoptim_dist.optim.fused import Plan
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def takes_kernels(device: torch.device, fused: bool | None) -> bool:
+    """Return whether tasks of a device go to the Triton kernels; ``fused`` is the optimizer's argument.
+
+    CPU tensors do so only under Triton's interpreter (TRITON_INTERPRET=1) and with fused=True, for tests.
+
+    Raises:
+        RuntimeError: fused=True on a CUDA device without Triton.
+    """
+    if fused is False:
+        return False
+    if device.type == "cpu":
+        return bool(fused) and _HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda":
+        return False
+    if not _HAS_TRITON:
+        if fused:
+            raise RuntimeError("fused=True needs Triton, which is not installed: pip install 'triton>=3.6'")
+        return False
+    return True
+
+
+class FusedStepper:
+    """The plans of one optimizer, one per device, for the parameters that had a gradient in the last step."""
+
+    def __init__(self, optimizer: FlashOptimizer) -> None:
+        self._optimizer = optimizer
+        self._plans: list[Plan] = []
+        self._groups: list[list[int]] = []
+        self._idle: list[Tensor] = []
+        self._kept = False
+        self._partial = False
+        self._skipped: dict[torch.device, Tensor] = {}
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that the devices skipped. Reading it synchronizes."""
+        return max((int(counter) for counter in self._skipped.values()), default=0)
+
+    def forget(self) -> None:
+        """Drop the plans: parameters, state or options changed."""
+        self._plans, self._groups, self._idle = [], [], []
+        self._kept = self._partial = False
+
+    def step_as_before(self) -> bool:
+        """Step by the plans of the last step if they hold for all parameters; return whether that was done."""
+        if not self._kept or any(parameter.grad is not None for parameter in self._idle):
+            return False
+        optimizer = self._optimizer
+        hyper = [optimizer._hyperparameters(index) for index in range(len(optimizer.param_groups))]
+        chosen = [[hyper[index] for index in groups] for groups in self._groups]
+        if not all(plan.is_current(group, optimizer.state) for plan, group in zip(self._plans, chosen, strict=True)):
+            self.forget()
+            return False
+        for plan, group in zip(self._plans, chosen, strict=True):
+            self._run(plan, group)
+        return True
+
+    def step(self, device: torch.device, tasks: Sequence[StepTask]) -> None:
+        """Plan and step the tasks of a device."""
+        from flashoptim_dist.kernels.tables import GeometryError
+        from flashoptim_dist.optim.fused import Plan
+
+        if device not in self._skipped:
+            self._skipped[device] = torch.zeros((), dtype=torch.int32, device=device)
+        try:
+            plan = Plan(tasks, self._skipped[device])
+        except GeometryError:
+            # Strides beyond what the kernels describe (five dimensions, none adjacent): the definition takes them.
+            factor, skip = self._optimizer._amp_factor()
+            if not skip:
+                step_with_torch(tasks, factor)
+            self._partial = True
+            return
+        self._plans.append(plan)
+        self._groups.append(list(dict.fromkeys(task.group for task in tasks)))
+        self._run(plan, plan.hyperparameters)
+
+    def keep(self) -> None:
+        """Let the next step go by these plans: all parameters with a gradient are in them."""
+        planned = {watched.parameter for plan in self._plans for watched in plan.watched}
+        every = [parameter for parameter, _, _, _ in self._optimizer._named() if parameter.requires_grad]
+        self._idle = [parameter for parameter in every if parameter not in planned]
+        self._kept = bool(self._plans) and not self._partial
+
+    def _run(self, plan: Plan, hyperparameters: Sequence[Any]) -> None:
+        from flashoptim_dist.optim.launches import AdvanceInputs
+
+        optimizer = self._optimizer
+
+        def on_device(name: str) -> Tensor | None:
+            value = getattr(optimizer, name, None)
+            return value.to(plan.device, non_blocking=True) if isinstance(value, Tensor) else None
+
+        inputs = AdvanceInputs(on_device("found_inf"), on_device("grad_scale"), on_device("clip_coefficient"))
+        if plan.device.type == "cuda" and plan.device.index != torch.cuda.current_device():
+            # Triton launches on the current device, wherever the tensors are.
+            with torch.cuda.device(plan.device):
+                plan.run(hyperparameters, inputs)
+        else:
+            plan.run(hyperparameters, inputs)
+        plan.note_weights()

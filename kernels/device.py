@@ -1,0 +1,273 @@
+"""Device functions of the number format: each formula once, used by every kernel.
+
+They restate ``flashoptim_dist.formats`` (the definition) for a tile: elements [GROUPS, 32] and per-group values
+[GROUPS, 1]. Where the two differ in arithmetic, they differ by rounding errors of fp32 alone, so that codes agree
+within 1; hashes, noise and the weight split are integers and agree exactly.
+
+The common case is written for the fewest instructions: no guard for non-finite numbers, overflow or a stale
+correction under a zero weight. ``is_rare`` says, once a tile, whether any element needs one; the kernels then mend
+the tile before encoding.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+_COMPILED = tl.constexpr(not INTERPRETED)
+
+GROUP = tl.constexpr(32)
+HASH_STRIDE = tl.constexpr(0x9E3779B1 - (1 << 32))
+_HASH_MULTIPLIER = tl.constexpr(0x85EBCA77)
+_SIGN = tl.constexpr(-(1 << 31))
+_LARGEST_BF16 = tl.constexpr(3.3895313892515355e38)
+_FP32_INFINITY_BITS = tl.constexpr(0x7F800000)
+_FP32_NAN_BITS = tl.constexpr(0x7FC00000)
+# Reciprocals of smaller scales overflow. A momentum below 2**-112 moves no weight; its codes go to 0.
+_SMALLEST_DIVISOR = tl.constexpr(2.0**-112)
+
+
+@triton.jit
+def bits_of(x):
+    """Pattern of fp32 values, as int32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def float_of(x):
+    """fp32 values of int32 patterns."""
+    return x.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fast_sqrt(x):
+    """Square root within 1 ulp; subnormals count as zero. One instruction where tl.sqrt takes several for
+    subnormals.
+    """
+    if _COMPILED:
+        return tl.inline_asm_elementwise(
+            "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.sqrt(x)
+
+
+@triton.jit
+def fast_reciprocal(x):
+    """1/x within 1 ulp; subnormals count as zero."""
+    if _COMPILED:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def _maximum_or_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def is_rare(weight, scale):
+    """Whether a tile holds a non-finite or nearly overflowing weight, or a group whose scale overflowed (scalar).
+
+    A non-finite gradient or moment shows in the weight; an overflowed variance in the scale [groups, 1]; a stale
+    negative correction under a zero weight decodes to NaN.
+    """
+    if _COMPILED:
+        largest = tl.reduce(tl.abs(weight), 1, _maximum_or_nan, keep_dims=True)
+        largest = tl.reduce(tl.reduce(_maximum_or_nan(largest, scale), 1, _maximum_or_nan), 0, _maximum_or_nan)
+    else:
+        size = tl.max(bits_of(weight) & 0x7FFFFFFF, axis=1, keep_dims=True)
+        largest = float_of(tl.max(tl.max(tl.maximum(size, bits_of(scale)), axis=1), axis=0))
+    return not (largest < _LARGEST_BF16)
+
+
+# ---------------------------------------------------------------- noise
+
+
+@triton.jit
+def noise_words(lane, first, rotation):
+    """Noise words (int32) of elements ``lane`` after the tile's first; see ``formats.rounding``.
+
+    ``first``: key + HASH_STRIDE * index of the tile's first element; ``rotation``: ROTATION * step; both modulo 2**32.
+    """
+    x = (lane * HASH_STRIDE + first).to(tl.uint32, bitcast=True)
+    x ^= x >> 15
+    x *= _HASH_MULTIPLIER
+    x ^= x >> 16
+    return x.to(tl.int32, bitcast=True) + rotation
+
+
+# ---------------------------------------------------------------- moments
+
+
+@triton.jit
+def round_up_to_bf16(x):
+    """Pattern (int32, low half zero) of the smallest bf16 >= x, for x >= 0; saturates at the largest."""
+    return tl.minimum((bits_of(x) + 0xFFFF) & -65536, 0x7F7F0000)
+
+
+@triton.jit
+def bf16_of(pattern):
+    """bf16 values of int32 patterns whose low half is to be dropped."""
+    return (pattern >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def decode_momentum(code, factor):
+    """Momentum from int8 codes, times what the caller folded into ``factor``: scale * (1/127**2) * anything."""
+    y = code.to(tl.float32)
+    return y * tl.abs(y) * factor
+
+
+@triton.jit
+def decode_root_variance(code, factor):
+    """sqrt(v) from uint8 codes, times what the caller folded into ``factor``: scale * (1/255**2) * anything."""
+    y = code.to(tl.float32)
+    return y * y * factor
+
+
+@triton.jit
+def encode_momentum(m, scale, words, STOCHASTIC: tl.constexpr):
+    """int8 codes of finite momentum and the fp32 value of its group's scale."""
+    factor = fast_reciprocal(tl.maximum(scale, _SMALLEST_DIVISOR)) * 16129.0
+    code = fast_sqrt(tl.abs(m) * factor)
+    code = float_of(bits_of(code) | (bits_of(m) & _SIGN))
+    if STOCHASTIC:
+        # Adding 1.5 * 2**15 leaves the code in fixed point with 8 fraction bits in the low half of the pattern.
+        fixed = bits_of(code + 49152.0) + ((words >> 8) & 0xFF)
+        return (fixed >> 8).to(tl.int8)
+    else:
+        return bits_of(code + 12582912.0).to(tl.int8)
+
+
+@triton.jit
+def encode_root_variance(root, scale, words, STOCHASTIC: tl.constexpr):
+    """uint8 codes of finite sqrt(v) and the fp32 value of its group's scale; at least 3 where root > 0."""
+    factor = fast_reciprocal(tl.maximum(scale, _SMALLEST_DIVISOR)) * 65025.0
+    code = fast_sqrt(root * factor)
+    code = tl.where(root > 0.0, tl.maximum(code, 3.0), 0.0)
+    if STOCHASTIC:
+        # Adding 256 leaves the code in fixed point with 15 fraction bits in the mantissa.
+        noise = (words.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)
+        fixed = (bits_of(code + 256.0) << 1) + noise
+        return (fixed >> 16).to(tl.uint8)
+    else:
+        return bits_of(code + 12582912.0).to(tl.uint8)
+
+
+# ---------------------------------------------------------------- weights
+
+
+@triton.jit
+def merge_weight(p, e, BITS: tl.constexpr, GUARDED: tl.constexpr):
+    """fp32 master weights of weights p (bf16, fp16, fp32) and corrections e with BITS correction bits (0: e is unused).
+
+    Unless GUARDED, a negative correction under a zero bf16 weight decodes to NaN; ``is_rare`` sees that and the kernel
+    computes the weight anew.
+    """
+    if BITS == 0:
+        return p.to(tl.float32)
+    elif p.dtype == tl.bfloat16:
+        upper = p.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        if GUARDED:
+            size = tl.maximum((upper & 0x7FFFFFFF) + (e.to(tl.int32) << (16 - BITS)), 0)
+            return float_of(size | (upper & _SIGN))
+        else:
+            return float_of(upper + (e.to(tl.int32) << (16 - BITS)))
+    else:
+        pattern = p.to(tl.int16, bitcast=True).to(tl.int32)
+        extended = tl.maximum(((pattern & 0x7FFF) << BITS) + e.to(tl.int32), 0)
+        if BITS == 8:
+            normal = (extended << 5) + (112 << 23)
+            small = extended.to(tl.float32) * (2.0**-32)
+        else:
+            normal = (extended >> 3) + (112 << 23)
+            small = extended.to(tl.float32) * (2.0**-40)
+        size = tl.where(extended >= (1 << (10 + BITS)), normal, bits_of(small))
+        value = float_of(size | ((pattern & 0x8000) << 16))
+        return tl.where((pattern & 0x7C00) == 0x7C00, p.to(tl.float32), value)
+
+
+@triton.jit
+def contain_weight(w, BITS: tl.constexpr):
+    """Bring weights of a rare tile to values that ``split_weight`` encodes as the format says.
+
+    NaN becomes the quiet NaN, a finite value beyond the largest weight the largest; Inf stays.
+    """
+    size = bits_of(w) & 0x7FFFFFFF
+    sign = bits_of(w) & _SIGN
+    if BITS == 8:
+        size = tl.where((size > 0x7F7F7F00) & (size < _FP32_INFINITY_BITS), 0x7F7F7F00, size)
+    elif BITS == 16:
+        size = tl.where((size > 0x7F7F7FFF) & (size < _FP32_INFINITY_BITS), 0x7F7F7FFF, size)
+    size = tl.where(size > _FP32_INFINITY_BITS, _FP32_NAN_BITS, size)
+    return float_of(size | sign)
+
+
+@triton.jit
+def split_weight(w, words, WEIGHT_DTYPE: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """(weight, int32 whose low BITS bits are the correction) of fp32 weights that ``contain_weight`` has seen if
+    rare.
+    """
+    if tl.float32 == WEIGHT_DTYPE:
+        return w, words
+    elif BITS == 0:
+        # Integer rounding for bf16: Triton's interpreter truncates where the GPU rounds.
+        if tl.bfloat16 == WEIGHT_DTYPE:
+            pattern = bits_of(w)
+            return bf16_of(pattern + 0x7FFF + ((pattern >> 16) & 1)), words
+        else:
+            return w.to(tl.float16), words
+    elif tl.bfloat16 == WEIGHT_DTYPE:
+        pattern = bits_of(w)
+        if BITS == 16:
+            return bf16_of(pattern + 0x8000), pattern
+        else:
+            if STOCHASTIC:
+                pattern += words & 0xFF
+            else:
+                pattern += 128
+            return bf16_of(pattern + 0x8000), pattern >> 8
+    else:
+        return split_fp16(w, words, BITS, STOCHASTIC)
+
+
+@triton.jit
+def split_fp16(w, words, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """(fp16 weight, int32 correction) of fp32 weights."""
+    size = bits_of(w) & 0x7FFFFFFF
+    finite = size < _FP32_INFINITY_BITS
+    absolute = tl.minimum(float_of(size), 2.0**-14)
+    if BITS == 8:
+        unit = 16
+        if STOCHASTIC:
+            unit = (words & 0xFF) >> 3
+        normal = (size - (112 << 23) + unit) >> 5
+        # |w| 2**37 < 2**23: adding 2**23 rounds to the nearest integer, half to even, into the mantissa.
+        scaled = absolute * (2.0**37)
+        small = ((bits_of(scaled + 8388608.0) & 0xFFFFFF) + unit) >> 5
+    else:
+        normal = tl.minimum(size - (112 << 23), (0x7BFF << 13) + 0x1FFF) << 3
+        scaled = absolute * (2.0**40)
+        small = round_half_even(scaled)
+    extended = tl.where(size >= (113 << 23), normal, small)
+    extended = tl.minimum(extended, (0x7BFF << BITS) + (1 << (BITS - 1)) - 1)
+    rounded = (extended + (1 << (BITS - 1))) >> BITS
+    correction = extended - (rounded << BITS)
+    pattern = rounded | ((bits_of(w) >> 16) & 0x8000)
+    pattern = tl.where(finite, pattern, (0x7C00 | ((bits_of(w) >> 16) & 0x8000)))
+    pattern = tl.where(size > _FP32_INFINITY_BITS, 0x7E00 | ((bits_of(w) >> 16) & 0x8000), pattern)
+    return pattern.to(tl.int16).to(tl.float16, bitcast=True), tl.where(finite, correction, 0)
+
+
+@triton.jit
+def round_half_even(x):
+    """Nearest int32 of 0 <= x < 2**31, half to even."""
+    down = x.to(tl.int32)
+    rest = x - down.to(tl.float32)
+    up = (rest > 0.5) | ((rest == 0.5) & ((down & 1) == 1))
+    return down + up.to(tl.int32)
