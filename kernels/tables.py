@@ -148,7 +148,7 @@ class DeviceTable:
             return
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "a parameter, gradient or state moved while a CUDA graph is captured; run a step before the capture and "
+                "a parameter, gradient or state moved while a CUDA graph is captured; run a step before it and "
                 "keep gradients in place with zero_grad(set_to_none=False)"
             )
         if len(self._ring) < _RING:

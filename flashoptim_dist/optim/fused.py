@@ -147,8 +147,8 @@ class Plan:
         self.table.upload()
         self._segment_parameter = np.array([s.index for s in segments], dtype=np.int64)
         self._offsets = np.array([(s.weight_bytes, s.gradient_bytes) for s in segments], dtype=np.int64).reshape(-1, 2)
-        flat = np.array([s.flat for s in segments], dtype=bool)
-        self._flat_parameters = np.unique(self._segment_parameter[flat])
+        is_flat = np.array([s.flat for s in segments], dtype=bool)
+        self._flat_parameters = np.unique(self._segment_parameter[is_flat])
         self.launches: list[KernelLaunch] = []
         for options, lists in buckets.items():
             for task_list, general in zip(lists, (False, True), strict=True):
