@@ -32,6 +32,7 @@ from llama_support.training import accumulate_gradient, clip_gradients, set_lear
 from llama_support.world import start_world
 
 from flashoptim_dist.checkpoint import Checkpointer
+from flashoptim_dist.memory import memory_report
 
 
 def train(config: Config) -> None:
@@ -57,6 +58,7 @@ def train(config: Config) -> None:
 
     log = RunLog(config.run_folder, world, step=progress.step, last_step=progress.last)
     log.say(data.summary)
+    log.say(str(memory_report(model, optimizer)))
     log.say(f"from step {progress.step} to {progress.last} in {config.run_folder}")
 
     def evaluate(step: int) -> None:

@@ -20,7 +20,7 @@ class Config:
     """Fine-tune a Llama under FSDP2 with a sharded, compressed AdamW."""
 
     model: str = "debug"
-    """"debug" (7 M parameters, random weights) or a Hugging Face directory with a LlamaForCausalLM."""
+    """"debug" (5 M parameters, random weights) or a Hugging Face directory with a LlamaForCausalLM."""
     data: str = "stdlib"
     """"stdlib" (the documented functions of Python's standard library) or a .jsonl file whose rows hold "messages",
     "prompt" and "completion", or "text"."""
@@ -33,9 +33,9 @@ class Config:
 
     optimizer: Literal["flash_adamw", "adamw"] = "flash_adamw"
     """flash_adamw: bf16 weights with compressed states. adamw: torch's AdamW with fp32 weights and states."""
-    steps: int = 60
+    steps: int = 80
     """Optimizer steps of this run. A run that had finished is continued for as many steps again."""
-    lr: float = 2e-3
+    lr: float = 3e-3
     """Peak learning rate."""
     warmup_steps: int = 10
     """Steps of linear warm-up to the peak; the first step already has lr / warmup-steps."""
@@ -50,7 +50,7 @@ class Config:
     clip_norm: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
 
-    sequence_length: int = 512
+    sequence_length: int = 256
     """Tokens per packed sequence."""
     global_batch: int = 8
     """Packed sequences per optimizer step, over all ranks and accumulation steps."""
@@ -61,9 +61,9 @@ class Config:
     activation_checkpointing: Literal["full", "none"] = "full"
     """full: keep only each layer's input and recompute the rest in the backward pass."""
 
-    evaluate_every: int = 30
+    evaluate_every: int = 40
     """Steps between validation losses; there is always one before and one after. 0: only these two."""
-    validation_sequences: int = 48
+    validation_sequences: int = 64
     """Most packed sequences that a validation loss is taken over; 0 takes all."""
     save_every: int = 20
     """Steps between checkpoints; there is always one at the end. 0: only that one."""

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from .world import World
 
 _GIB = 2**30
+_SECONDS_BETWEEN_LINES = 5.0
 
 
 class RunLog:
@@ -34,15 +35,12 @@ class RunLog:
         _drop_records_after(path, step)
         self._file = path.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-        quiet = not sys.stderr.isatty()
+        # A bar on a terminal, lines now and then in a file.
         self._bar = tqdm(
-            total=last_step,
-            initial=step,
-            unit="step",
-            file=sys.stderr,
-            dynamic_ncols=not quiet,
-            mininterval=5.0 if quiet else 0.2,
+            total=last_step, initial=step, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty()
         )
+        self._last_step = last_step
+        self._last_line = 0.0
 
     def train(self, step: int, *, loss: float, lr: float, grad_norm: float, tokens: int) -> None:
         """Record training step number `step` (from 1); `tokens` counts all positions of all ranks in this step."""
@@ -56,6 +54,9 @@ class RunLog:
             shown = {"loss": f"{loss:.3f}", "lr": f"{lr:.1e}", "tok/s": f"{rate:,.0f}", "GiB": f"{memory:.2f}"}
             self._bar.set_postfix(shown, refresh=False)
             self._bar.update()
+            if self._bar.disable and (now - self._last_line > _SECONDS_BETWEEN_LINES or step == self._last_step):
+                self._last_line = now
+                self.say(f"step {step}/{self._last_step}: " + ", ".join(f"{k} {v}" for k, v in shown.items()))
 
     def validation(self, step: int, loss: float) -> None:
         """Record the validation loss after `step` steps."""

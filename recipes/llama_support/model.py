@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from flashoptim_dist.casting import cast_model
+from flashoptim_dist.sharding.fsdp import shard_model
 
 from .config import Config
 from .errors import BadInput
@@ -111,21 +111,12 @@ def build_model(config: Config, folder: Path, llama_config: LlamaConfig, world: 
     if config.activation_checkpointing == "full":
         for index, layer in enumerate(model.model.layers):
             model.model.layers[index] = checkpoint_wrapper(layer)
-    shard(model, world)
+    # Matrix products in bf16 on GPUs. CPUs mostly lack bf16 arithmetic, so there they run in fp32.
+    shard_model(model, world.mesh, param_dtype=torch.bfloat16 if world.device.type == "cuda" else torch.float32)
     if folder != DEBUG_MODEL:
         materialize(model, world.device)
         read_into_shards(folder, stored_parameters(model, llama_config.tie_word_embeddings))
     return model.train()
-
-
-def shard(model: LlamaForCausalLM, world: World) -> None:
-    """Shard every layer, and the rest with the root."""
-    # Matrix products in bf16 on GPUs. CPUs mostly lack bf16 arithmetic, so there products run in fp32.
-    compute = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=world.mesh, mp_policy=policy)
-    fully_shard(model, mesh=world.mesh, mp_policy=policy)
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

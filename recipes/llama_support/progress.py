@@ -89,12 +89,15 @@ def resume(config: Config, checkpointer: Checkpointer) -> Progress:
 
 
 def after_resume(step: int, saved: Mapping[str, Any], config: Config) -> Progress:
-    """What a checkpoint of `step`, saved under the schedule `saved`, has left to do under `config`."""
-    finished = step >= saved["first"] + saved["steps"]
+    """What a checkpoint of `step`, saved under the schedule `saved`, has left to do under `config`.
+
+    A schedule that was cut off keeps its beginning, and ends where the command line now says.
+    """
+    finished = step >= saved["first"] + min(saved["steps"], config.steps)
     if finished and config.when_finished == "stop":
         return Progress(step, saved["first"], step)
     first = step if finished else saved["first"]
-    return Progress(step, first, max(step, first + config.steps))
+    return Progress(step, first, first + config.steps)
 
 
 def save(config: Config, checkpointer: Checkpointer, progress: Progress, step: int, world: World) -> Path:

@@ -82,7 +82,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 def test_a_row_keeps_its_side_whatever_the_others_are() -> None:
     rows = [Row(f"line {i}", text=f"text {i}") for i in range(2000)]
-    training, validation = split_rows(rows, 0.05)
+    _, validation = split_rows(rows, 0.05)
     assert 60 < len(validation) < 140
     assert [row for row in rows if row in set(validation)] == validation
     of_half = split_rows(rows[::2], 0.05)[1]
