@@ -133,7 +133,8 @@ make_venv() {
 
 # Installs what is given into .venv.
 pip_install() {
-    local quiet=--quiet
+    # In a terminal pip shows its progress; in a log only its errors matter.
+    local quiet=-qq
     [[ -t 2 ]] && quiet=--progress-bar=on
     "$VENV_PYTHON" -m pip install "$quiet" "$@" ||
         die "pip could not install $*: its message is above. It needs a package index; behind a proxy or without a network set HTTPS_PROXY, PIP_INDEX_URL, or PIP_FIND_LINKS to a folder of wheels"
