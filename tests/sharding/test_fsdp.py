@@ -339,7 +339,11 @@ def _train_llama(
     }
 
 
-@pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
+SIZES = [(1,), (2,), (3,), (4,), (2, 2)]
+LARGE_SIZES = [pytest.param(sizes, marks=pytest.mark.full) for sizes in ((6,), (8,), (3, 2), (2, 4))]
+
+
+@pytest.mark.parametrize("sizes", [*SIZES, *LARGE_SIZES], ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("keep", [(), ("*norm", "lm_head")], ids=["bf16", "mixed"])
 def test_a_sharded_llama_trains_as_the_whole_one(sizes: tuple[int, ...], tied: bool, keep: tuple[str, ...]) -> None:
@@ -353,8 +357,9 @@ def test_a_sharded_llama_trains_as_the_whole_one(sizes: tuple[int, ...], tied: b
             kept = bool(keep) and ("norm" in name or "lm_head" in name or (tied and "embed_tokens" in name))
             assert dtype == (torch.float32 if kept else torch.bfloat16), name
         assert result["losses"] == [result["expected"]] * 2
-        # Every rank has the same rows, so the mean gradient is each one's own: exact but for the division by 3 ranks.
-        assert result["worst"] <= (2.0**-8 if world_size == 3 else 0.0)
+        # Every rank has the same rows, so the mean gradient is each one's own but for the rounding of the fp32 mean; a
+        # division by 3 may move it across a border of bf16.
+        assert result["worst"] <= (2.0**-8 if world_size % 3 == 0 else 2.0**-21)
         assert result["placements"] == {"(Replicate(), Shard(dim=0))" if len(sizes) == 2 else "(Shard(dim=0),)"}
 
 
