@@ -31,6 +31,9 @@ from flashoptim_dist.kernels.layout import (
     STEP_SIZE,
 )
 
+# Arguments that change between steps: nothing about them may be compiled in.
+_CHANGING = ["found_inf_ptr", "grad_scale_ptr", "coefficient_ptr", "lr_ptr", "first", "last", "counts_skips"]
+
 _GOLDEN_ROTATION = tl.constexpr(0x9E379E9D - (1 << 32))
 
 
@@ -72,7 +75,7 @@ def _count(steps, row, mask, skip, skipped_ptr, counts_skips):
     return step
 
 
-@triton.jit(do_not_specialize=["first", "last", "counts_skips"])
+@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_CHANGING)
 def adam_advance_kernel(
     steps,  # int64 [parameters, STEP_COLUMNS]: address of the fp32 step counter, whether the moments are fresh
     scalars,  # fp32 [parameters, SCALAR_COLUMNS], written
@@ -154,7 +157,7 @@ def adam_advance_kernel(
     tl.store(base + ONE_MINUS_BETA1, zero + one_minus_beta1, mask=mask)
 
 
-@triton.jit(do_not_specialize=["first", "last", "counts_skips"])
+@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_CHANGING)
 def momentum_advance_kernel(
     steps,
     scalars,  # fp32 [parameters, SCALAR_COLUMNS], written

@@ -114,6 +114,7 @@ class FlashOptimizer(MasterWeights, torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._first_lr.append(lr)
+        self._stepper.forget()
 
     def _check_group(self, group: dict[str, Any], where: str) -> None:
         """Check the hyperparameters of a group beside lr and weight_decay."""
@@ -191,6 +192,7 @@ class FlashOptimizer(MasterWeights, torch.optim.Optimizer):
         return record
 
     def _renew_records(self) -> None:
+        self._stepper.forget()
         old, self._records = self._records, self._new_records(self.param_groups)
         for parameter, record in self._records.items():
             record.seen = old[parameter].seen if parameter in old else None
@@ -262,6 +264,7 @@ class FlashOptimizer(MasterWeights, torch.optim.Optimizer):
         super().__setstate__(state)
         if not hasattr(self, "_records"):  # unpickled or deep-copied
             self._init_runtime()
+        self._stepper.forget()  # the state is another one
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("_options", "_fused", "_first_lr", "compress_state_dict")

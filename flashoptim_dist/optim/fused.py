@@ -12,7 +12,8 @@ rows, misaligned gradients) to the general one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from flashoptim_dist.kernels import layout
 from flashoptim_dist.kernels.tables import (
     GROUP_SIZE,
     SEGMENT_COLUMNS,
@@ -47,30 +49,13 @@ from flashoptim_dist.sharding import local_tensor
 
 if TYPE_CHECKING:
     from flashoptim_dist.optim.backends import StepTask
-    from flashoptim_dist.optim.records import ParameterRecord
-
-
-@dataclass(slots=True)
-class _Watched:
-    """What a step looks at of one parameter, and what it must find for the plan to hold."""
-
-    parameter: Tensor
-    record: ParameterRecord
-    local: Tensor
-    is_dtensor: bool
-    state: dict[str, Any]
-    weight_address: int
-    versions: tuple[int, int]
-    gradient_dtype: torch.dtype
-    gradient_strides: tuple[int, ...]
 
 
 @dataclass(slots=True)
 class _Segment:
-    """A segment before it is in the table: its parameter, geometry and offsets of the two addresses that can move."""
+    """A segment before it is in the table: its parameter, the offset in its gradient, and whether it has flat tasks."""
 
     index: int
-    weight_bytes: int
     gradient_bytes: int
     flat: bool
 
@@ -96,16 +81,13 @@ class Plan:
                 self.hyperparameters.append(task.hyperparameters)
                 self.group_ends.append(row)
             self.group_ends[-1] = row + 1
-        self.watched = [_watch(task) for task in tasks]
+        self._watch(tasks)
         self.scalars = torch.zeros(len(tasks), SCALAR_COLUMNS, dtype=torch.float32, device=self.device)
         self.steps = DeviceTable(len(tasks), 2, self.device)
         self.fresh = any(task.fresh_moments for task in tasks)
         for row, task in enumerate(tasks):
             self.steps.host[row] = (task.state[STEP].data_ptr(), int(task.fresh_moments))
         self.steps.upload()
-        self._addresses = np.array(
-            [(task.weight.data_ptr(), task.gradient.data_ptr()) for task in tasks], dtype=np.int64
-        )
         self._build(tasks)
 
     def _build(self, tasks: Sequence[StepTask]) -> None:
@@ -120,12 +102,7 @@ class Plan:
             )
             for part, flat in _geometry(task):
                 row = np.zeros(SEGMENT_COLUMNS, dtype=np.int64)
-                segment = _Segment(
-                    index,
-                    part.weight_offset * task.weight.element_size(),
-                    part.gradient_offset * task.gradient.element_size(),
-                    flat,
-                )
+                segment = _Segment(index, part.gradient_offset * task.gradient.element_size(), flat)
                 fill_segment(
                     row,
                     part,
@@ -146,7 +123,7 @@ class Plan:
             self.table.host[:] = np.stack(rows)
         self.table.upload()
         self._segment_parameter = np.array([s.index for s in segments], dtype=np.int64)
-        self._offsets = np.array([(s.weight_bytes, s.gradient_bytes) for s in segments], dtype=np.int64).reshape(-1, 2)
+        self._gradient_offsets = np.array([s.gradient_bytes for s in segments], dtype=np.int64)
         is_flat = np.array([s.flat for s in segments], dtype=bool)
         self._flat_parameters = np.unique(self._segment_parameter[is_flat])
         self.launches: list[KernelLaunch] = []
@@ -154,47 +131,69 @@ class Plan:
             for task_list, general in zip(lists, (False, True), strict=True):
                 table = task_list.to(self.device)
                 if table is not None:
-                    self.launches.append(KernelLaunch(options, table, general))
+                    self.launches.append(KernelLaunch(options, self.table.device, self.scalars, table, general))
         self.kernel_options = list(buckets)
 
-    def is_current(self, hyperparameters: Sequence[Hyperparameters], state: Mapping[Tensor, Any]) -> bool:
+    def _watch(self, tasks: Sequence[StepTask]) -> None:
+        """Remember what a step compares, as one list per attribute: a loop over attributes costs several times more."""
+        self.parameters = [task.parameter for task in tasks]
+        self._records = [task.record for task in tasks]
+        self._is_plain = [not isinstance(task.parameter, DTensor) for task in tasks]
+        self._all_plain, self._none_plain = all(self._is_plain), not any(self._is_plain)
+        self._plain = [p for p, plain in zip(self.parameters, self._is_plain, strict=True) if plain]
+        self._specs = [None if plain else p._spec for p, plain in zip(self.parameters, self._is_plain, strict=True)]  # type: ignore[attr-defined]
+        self._versions = [parameter._version for parameter in self.parameters]
+        self._local_versions = [task.weight._version for task in tasks]
+        self._weight_addresses = [task.weight.data_ptr() for task in tasks]
+        self._gradient_addresses = [task.gradient.data_ptr() for task in tasks]
+        self._gradient_dtypes = [task.gradient.dtype for task in tasks]
+        self._gradient_strides = [task.gradient.stride() for task in tasks]
+        self._unsettled = False
+
+    def _locals(self, tensors: list[Tensor]) -> list[Tensor]:
+        if self._all_plain:
+            return tensors
+        if self._none_plain:
+            return [tensor._local_tensor for tensor in tensors]  # type: ignore[attr-defined]
+        pairs = zip(tensors, self._is_plain, strict=True)
+        return [tensor if plain else tensor._local_tensor for tensor, plain in pairs]  # type: ignore[attr-defined]
+
+    def is_current(self, hyperparameters: Sequence[Hyperparameters]) -> bool:
         """Return whether the plan still describes its parameters; pointers that moved are put into the tables.
 
         Never true where a weight changed since the last step, a gradient is missing or of another form, or options that
         are compiled into the kernels changed.
         """
-        moved = False
-        gradients = []
-        for watched in self.watched:
-            parameter = watched.parameter
-            gradient = parameter.grad
-            if gradient is None or state.get(parameter) is not watched.state:
-                return False
-            local = watched.local
-            if watched.is_dtensor:
-                if parameter._local_tensor is not local or not isinstance(gradient, DTensor):  # type: ignore[attr-defined]
+        parameters = self.parameters
+        gradients: list[Any] = [parameter.grad for parameter in parameters]
+        try:
+            weights, locals_ = self._locals(parameters), self._locals(gradients)
+            addresses = [local.data_ptr() for local in locals_]
+            specs = None if self._all_plain else [getattr(gradient, "_spec", None) for gradient in gradients]
+        except AttributeError:  # a gradient is None, or plain where its parameter is a DTensor
+            return False
+        if (
+            [parameter._version for parameter in parameters] != self._versions
+            or [weight._version for weight in weights] != self._local_versions
+            or [weight.data_ptr() for weight in weights] != self._weight_addresses
+            or [local.dtype for local in locals_] != self._gradient_dtypes
+            or [local.stride() for local in locals_] != self._gradient_strides
+            or any(map(_differ_in_kernel, self.hyperparameters, hyperparameters))
+        ):
+            return False
+        if specs is not None and not all(map(operator.is_, specs, self._specs)):
+            for spec, expected in zip(specs, self._specs, strict=True):
+                if spec is None or expected is None:
+                    if spec is not expected:
+                        return False
+                elif spec.placements != expected.placements:
                     return False
-                if gradient._spec.placements != parameter._spec.placements:  # type: ignore[attr-defined]
-                    return False
-                gradient = gradient._local_tensor
-            if (
-                (parameter._version, local._version) != watched.versions
-                or local.data_ptr() != watched.weight_address
-                or gradient.dtype is not watched.gradient_dtype
-                or gradient.stride() != watched.gradient_strides
-            ):
+        if addresses != self._gradient_addresses:
+            self._gradient_addresses = addresses
+            moved = np.array(addresses, dtype=np.int64)
+            if (moved[self._flat_parameters] % VECTOR_BYTES).any():
                 return False
-            gradients.append(gradient.data_ptr())
-        for old, new in zip(self.hyperparameters, hyperparameters, strict=True):
-            if compiled_options(old) != compiled_options(new):
-                return False
-        addresses = np.array(gradients, dtype=np.int64)
-        moved = not np.array_equal(addresses, self._addresses[:, 1])
-        if moved:
-            if len(self._flat_parameters) and (addresses[self._flat_parameters] % VECTOR_BYTES).any():
-                return False
-            self._addresses[:, 1] = addresses
-            self.table.host[:, 1] = addresses[self._segment_parameter] + self._offsets[:, 1]
+            self.table.host[:, layout.GRADIENT.value] = moved[self._segment_parameter] + self._gradient_offsets
             self.table.upload()
         return True
 
@@ -206,46 +205,41 @@ class Plan:
             advance(hyper, self.steps.device, self.scalars, self.skipped, first, end, number == 0, inputs)
             first = end
         for launch in self.launches:
-            launch.run(self.table.device, self.scalars)
+            launch.run()
         if self.fresh:
             self.fresh = False
             self.steps.host[:, 1] = 0
             self.steps.upload()
 
     def note_weights(self) -> None:
-        """Bump the version counters of plain weights, as an in-place operation does, and remember all of them.
+        """Bump the version counters of plain weights, as an in-place operation does.
 
         DTensors' counters stay: FSDP2 saves no sharded weight for the backward, and nothing else looks at them.
         """
-        plain = [watched.parameter for watched in self.watched if not watched.is_dtensor]
-        if plain:
-            torch.autograd.graph.increment_version(plain)
-            for watched in self.watched:
-                if not watched.is_dtensor:
-                    version = watched.parameter._version
-                    watched.versions = (version, version)
-                    watched.record.seen = (watched.weight_address, version, version)
+        if self._plain:
+            torch.autograd.graph.increment_version(self._plain)
+            self._versions = [version + plain for version, plain in zip(self._versions, self._is_plain, strict=True)]
+            pairs = zip(self._local_versions, self._is_plain, strict=True)
+            self._local_versions = [version + plain for version, plain in pairs]
+            self._unsettled = True
+
+    def settle(self) -> None:
+        """Tell the records which weights their corrections belong to now."""
+        if self._unsettled:
+            self._unsettled = False
+            values = zip(self._records, self._weight_addresses, self._versions, self._local_versions, strict=True)
+            for record, *seen in values:
+                record.seen = tuple(seen)
 
 
-def _watch(task: StepTask) -> _Watched:
-    parameter = task.parameter
-    return _Watched(
-        parameter=parameter,
-        record=task.record,
-        local=task.weight,
-        is_dtensor=isinstance(parameter, DTensor),
-        state=task.state,
-        weight_address=task.weight.data_ptr(),
-        versions=(parameter._version, task.weight._version),
-        gradient_dtype=task.gradient.dtype,
-        gradient_strides=task.gradient.stride(),
-    )
+def _differ_in_kernel(old: Hyperparameters, new: Hyperparameters) -> bool:
+    return compiled_options(old) != compiled_options(new)
 
 
 def _first_index(task: StepTask) -> int:
-    layout = task.record.layout
-    shape = layout.global_shape
-    return sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(layout.offset))
+    shard = task.record.layout
+    shape = shard.global_shape
+    return sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(shard.offset))
 
 
 def _moment_tensors(task: StepTask) -> list[Tensor | None]:
@@ -264,19 +258,19 @@ def _correction(task: StepTask) -> Tensor | None:
 
 def _geometry(task: StepTask) -> list[tuple[Rows, bool]]:
     """Return the segments of a parameter, each with whether its whole blocks may take the flat kernel."""
-    layout, weight, gradient = task.record.layout, task.weight, task.gradient
-    if layout.numel == 0:
+    shard, weight, gradient = task.record.layout, task.weight, task.gradient
+    if shard.numel == 0:
         return []
     compressed = bool(task.record.moments) and task.record.moments[0].scale_name in task.record.entries
-    whole_groups = not compressed or layout.length % GROUP_SIZE == 0
-    if whole_groups and layout.index_base is not None and weight.is_contiguous() and gradient.is_contiguous():
+    whole_groups = not compressed or shard.length % GROUP_SIZE == 0
+    if whole_groups and shard.index_base is not None and weight.is_contiguous() and gradient.is_contiguous():
         tensors = [weight, gradient, _correction(task), *_moment_tensors(task)[0::2]]
         aligned = all(t is None or t.data_ptr() % VECTOR_BYTES == 0 for t in tensors)
-        return [(one_row(layout.numel), aligned)]
-    shape = layout.global_shape
+        return [(one_row(shard.numel), aligned)]
+    shape = shard.global_shape
     index_strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    first_column_dim = 1 if layout.flattened else max(len(shape) - 1, 0)
-    parts = rows_of(layout.local_shape, first_column_dim, weight.stride(), gradient.stride(), index_strides)
+    first_column_dim = 1 if shard.flattened else max(len(shape) - 1, 0)
+    parts = rows_of(shard.local_shape, first_column_dim, weight.stride(), gradient.stride(), index_strides)
     return [(part, False) for part in parts]
 
 

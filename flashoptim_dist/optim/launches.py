@@ -5,7 +5,9 @@ kernels.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from flashoptim_dist.kernels import layout
 from flashoptim_dist.kernels.adam import adam_kernel
 from flashoptim_dist.kernels.advance import adam_advance_kernel, momentum_advance_kernel
 from flashoptim_dist.kernels.device import INTERPRETED
+from flashoptim_dist.kernels.launching import Launcher
 from flashoptim_dist.kernels.momentum import momentum_kernel
 from flashoptim_dist.optim.rules import AdamHyperparameters, Hyperparameters, LionHyperparameters, SgdHyperparameters
 
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
 SCALAR_COLUMNS: int = layout.SCALAR_COLUMNS.value
 _ADVANCE_BLOCK = 128
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+_STEP_LAUNCHERS = {"adam": Launcher(adam_kernel), "momentum": Launcher(momentum_kernel)}
+_ADAM_ADVANCE, _MOMENTUM_ADVANCE = Launcher(adam_advance_kernel), Launcher(momentum_advance_kernel)
 
 KernelOptions = tuple[tuple[str, Any], ...]
 """Compile-time arguments of a kernel as sorted (name, value) pairs, with ("KERNEL", its name)."""
@@ -87,22 +93,28 @@ def kernel_options(task: StepTask) -> KernelOptions:
 
 
 class KernelLaunch:
-    """One launch of a plan: a kernel, its options and its tasks."""
+    """One launch of a plan: a kernel, its options and its tasks, over the plan's tables."""
 
-    def __init__(self, options: KernelOptions, tasks: Tensor, general: bool) -> None:
-        self.tasks = tasks
-        self.constants = dict(options)
-        self.kernel = {"adam": adam_kernel, "momentum": momentum_kernel}[self.constants.pop("KERNEL")]
+    def __init__(self, options: KernelOptions, segments: Tensor, scalars: Tensor, tasks: Tensor, general: bool) -> None:
+        values = dict(options)
+        self._launcher = _STEP_LAUNCHERS[values.pop("KERNEL")]
         choice = tuning(options)
-        self.constants.update(GENERAL=general, BLOCK=choice.block)
-        self.warps = choice.warps
-        self.grid = (tasks.shape[0],)
+        values.update(GENERAL=general, BLOCK=choice.block)
+        names = [name for name in self._launcher.constants if name in values]
+        self._constants = {name: values[name] for name in names}
+        self._warps = choice.warps
+        self._grid = (tasks.shape[0],)
+        self._arguments = (segments, scalars, tasks)
+        self._key = (tasks.device, choice.warps, *((name, str(value)) for name, value in self._constants.items()))
+        self._prepared: Callable[[], None] | None = None
 
-    def run(self, segments: Tensor, scalars: Tensor) -> None:
-        """Launch. Contraction to fused multiply-adds is off, so that flat and general kernels give the same bits."""
-        self.kernel[self.grid](
-            segments, scalars, self.tasks, **self.constants, num_warps=self.warps, enable_fp_fusion=False
-        )
+    def run(self) -> None:
+        """Launch."""
+        if self._prepared is not None:
+            self._prepared()
+            return
+        self._launcher(self._key, self._grid, self._arguments, self._constants, self._warps)
+        self._prepared = self._launcher.prepared(self._key, self._grid, self._arguments, self._constants)
 
 
 def advance(
@@ -128,59 +140,55 @@ def advance(
         inputs: device scalars of this step.
     """
     lr_is_tensor = isinstance(hyper.lr, Tensor) and hyper.lr.device == scalars.device
-    none = scalars
+    none = scalars  # stands in for a pointer that is not read
     found_inf, grad_scale, coefficient = inputs.found_inf, inputs.grad_scale, inputs.coefficient
-    lr_tensor: Any = hyper.lr if lr_is_tensor else none
+    lr_tensor = hyper.lr if isinstance(hyper.lr, Tensor) and lr_is_tensor else None
     lr = 0.0 if lr_is_tensor else float(hyper.lr)
     grid = (-(-(last - first) // _ADVANCE_BLOCK),)
-    flags = {
+    constants: dict[str, Any] = {
         "HAS_FOUND_INF": found_inf is not None,
         "HAS_GRAD_SCALE": grad_scale is not None,
         "HAS_COEFFICIENT": coefficient is not None,
         "LR_IS_TENSOR": lr_is_tensor,
-        "BLOCK": _ADVANCE_BLOCK,
-        "num_warps": 4,
-        "enable_fp_fusion": False,
     }
-    common = (
-        steps,
-        scalars,
-        skipped,
-        none if found_inf is None else found_inf,
-        none if grad_scale is None else grad_scale,
-        none if coefficient is None else coefficient,
-        lr_tensor,
-        lr,
-        float(hyper.decay_rate),
-        float(hyper.l2),
-    )
-    factor = -1.0 if hyper.maximize else 1.0
-    tail = (factor, first, last, int(counts_skips))
+    inputs_given = (found_inf, grad_scale, coefficient, lr_tensor)
+    pointers = tuple(none if tensor is None else tensor for tensor in inputs_given)
+    common = (steps, scalars, skipped, *pointers, lr, float(hyper.decay_rate), float(hyper.l2))
+    tail = (-1.0 if hyper.maximize else 1.0, first, last, int(counts_skips))
     if isinstance(hyper, AdamHyperparameters):
-        beta1, beta2 = hyper.beta1, hyper.beta2
-        adam_advance_kernel[grid](
-            *common,
-            beta1,
-            1.0 - beta1,
-            math.sqrt(beta2),
-            beta2,
-            1.0 - beta2,
-            math.sqrt(1.0 - beta2),
-            *_two_floats(math.log(beta1) if beta1 else -1e30),
-            *_two_floats(math.log(beta2) if beta2 else -1e30),
-            hyper.eps,
-            *tail,
-            HAS_L2=hyper.l2 != 0.0,
-            **flags,
-        )
-        return
-    if isinstance(hyper, LionHyperparameters):
-        values = (hyper.beta2, 1.0 - hyper.beta2, 1.0 - hyper.beta2, hyper.beta1, 1.0 - hyper.beta1)
-    elif isinstance(hyper, SgdHyperparameters):
-        values = (hyper.momentum, 1.0 - hyper.dampening, 1.0, hyper.momentum, 1.0)
+        launcher, values = _ADAM_ADVANCE, _adam_values(hyper)
+        constants["HAS_L2"] = hyper.l2 != 0.0
     else:
-        raise TypeError(f"no kernel for {type(hyper).__name__}")
-    momentum_advance_kernel[grid](*common, *values, *tail, **flags)
+        launcher, values = _MOMENTUM_ADVANCE, _momentum_values(hyper)
+    constants["BLOCK"] = _ADVANCE_BLOCK
+    key = (scalars.device, *constants.values(), *(tensor.dtype for tensor in pointers))
+    launcher(key, grid, (*common, *values, *tail), constants, 4)
+
+
+@lru_cache(maxsize=256)
+def _adam_constants(beta1: float, beta2: float) -> tuple[float, ...]:
+    return (
+        beta1,
+        1.0 - beta1,
+        math.sqrt(beta2),
+        beta2,
+        1.0 - beta2,
+        math.sqrt(1.0 - beta2),
+        *_two_floats(math.log(beta1) if beta1 else -1e30),
+        *_two_floats(math.log(beta2) if beta2 else -1e30),
+    )
+
+
+def _adam_values(hyper: AdamHyperparameters) -> tuple[float, ...]:
+    return (*_adam_constants(hyper.beta1, hyper.beta2), hyper.eps)
+
+
+def _momentum_values(hyper: Hyperparameters) -> tuple[float, ...]:
+    if isinstance(hyper, LionHyperparameters):
+        return (hyper.beta2, 1.0 - hyper.beta2, 1.0 - hyper.beta2, hyper.beta1, 1.0 - hyper.beta1)
+    if isinstance(hyper, SgdHyperparameters):
+        return (hyper.momentum, 1.0 - hyper.dampening, 1.0, hyper.momentum, 1.0)
+    raise TypeError(f"no kernel for {type(hyper).__name__}")
 
 
 def _two_floats(value: float) -> tuple[float, float]:

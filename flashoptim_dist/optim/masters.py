@@ -19,6 +19,7 @@ class MasterWeights:
     """The part of ``FlashOptimizer`` that reads and writes master weights; the class beside it keeps the records."""
 
     state: Any
+    _stepper: Any
 
     def _named(self) -> Iterable[tuple[Tensor, str | None, int, dict[str, Any]]]:
         raise NotImplementedError
@@ -63,6 +64,7 @@ class MasterWeights:
         Raises:
             ValueError: an unknown name or another shape, named. Nothing is changed.
         """
+        self._stepper.forget()
         by_name = self._by_name(model)
         if model is not None:  # tied weights go by any of their names
             owned = set(by_name.values())
@@ -98,6 +100,7 @@ class MasterWeights:
 
     def _is_stale(self, parameter: Tensor, record: ParameterRecord) -> bool:
         """Return whether a weight changed since its correction was made; the correction belongs to the old weight."""
+        self._stepper.settle()
         return record.seen is not None and record.seen != fingerprint(parameter)
 
     def _drop_stale_correction(self, parameter: Tensor, record: ParameterRecord, state: Mapping[str, Any]) -> None:

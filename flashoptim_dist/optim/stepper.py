@@ -49,6 +49,8 @@ class FusedStepper:
         self._groups: list[list[int]] = []
         self._idle: list[Tensor] = []
         self._kept = False
+        self._state: Any = None
+        self._states = 0
         self._partial = False
         self._skipped: dict[torch.device, Tensor] = {}
 
@@ -59,17 +61,28 @@ class FusedStepper:
 
     def forget(self) -> None:
         """Drop the plans: parameters, state or options changed."""
+        self.settle()
         self._plans, self._groups, self._idle = [], [], []
         self._kept = self._partial = False
 
+    def settle(self) -> None:
+        """Bring the records up to date with the last steps, before something reads them."""
+        for plan in self._plans:
+            plan.settle()
+
     def step_as_before(self) -> bool:
         """Step by the plans of the last step if they hold for all parameters; return whether that was done."""
-        if not self._kept or any(parameter.grad is not None for parameter in self._idle):
-            return False
         optimizer = self._optimizer
+        if (
+            not self._kept
+            or optimizer.state is not self._state
+            or len(self._state) != self._states
+            or any(parameter.grad is not None for parameter in self._idle)
+        ):
+            return False
         hyper = [optimizer._hyperparameters(index) for index in range(len(optimizer.param_groups))]
         chosen = [[hyper[index] for index in groups] for groups in self._groups]
-        if not all(plan.is_current(group, optimizer.state) for plan, group in zip(self._plans, chosen, strict=True)):
+        if not all(plan.is_current(group) for plan, group in zip(self._plans, chosen, strict=True)):
             self.forget()
             return False
         for plan, group in zip(self._plans, chosen, strict=True):
@@ -98,9 +111,10 @@ class FusedStepper:
 
     def keep(self) -> None:
         """Let the next step go by these plans: all parameters with a gradient are in them."""
-        planned = {watched.parameter for plan in self._plans for watched in plan.watched}
+        planned = {parameter for plan in self._plans for parameter in plan.parameters}
         every = [parameter for parameter, _, _, _ in self._optimizer._named() if parameter.requires_grad]
         self._idle = [parameter for parameter in every if parameter not in planned]
+        self._state, self._states = self._optimizer.state, len(self._optimizer.state)
         self._kept = bool(self._plans) and not self._partial
 
     def _run(self, plan: Plan, hyperparameters: Sequence[Any]) -> None:
