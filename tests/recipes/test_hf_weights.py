@@ -1,0 +1,222 @@
+"""A model folder that transformers wrote: read into shards, the same logits; and what is wrong with one, by name."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
+
+import pytest
+import torch
+import torch.distributed as dist
+from llama_support.config import Config
+from llama_support.errors import BadInput
+from llama_support.hf_weights import INDEX_NAME, check_weights, read_header
+from llama_support.model import DEBUG_MODEL, build_model, check_model, read_llama_config
+from llama_support.packing import document_causal_mask
+from llama_support.world import World
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.pool import mesh, run_ranks
+
+LLAMA31_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def _write_model(
+    folder: Path, *, dtype: torch.dtype = torch.bfloat16, shard_size: str = "5GB", **changes: object
+) -> Path:
+    values = {
+        "vocab_size": 102,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        **changes,
+    }
+    torch.manual_seed(3)
+    LlamaForCausalLM(LlamaConfig(**values)).to(dtype).save_pretrained(folder, max_shard_size=shard_size)
+    return folder
+
+
+def _world() -> World:
+    size = dist.get_world_size()
+    return World(dist.get_rank(), size, torch.device("cpu"), mesh(size))
+
+
+def _tokens() -> Tensor:
+    return torch.randint(0, 102, (2, 96), generator=torch.Generator().manual_seed(1))
+
+
+def _sharded_logits(folder: str, optimizer: str) -> tuple[Tensor, int, int, bool]:
+    """Logits, the elements this rank holds, those of the whole model, and whether head and embedding are one."""
+    world = _world()
+    llama_config = read_llama_config(Path(folder), 96)
+    config = Config(model=folder, optimizer="adamw" if optimizer == "adamw" else "flash_adamw")
+    model = build_model(config, Path(folder), llama_config, world)
+    parameters = list(model.parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in parameters)
+    held = sum(parameter.to_local().numel() for parameter in parameters)
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    tokens = _tokens()
+    mask = document_causal_mask(torch.zeros_like(tokens))
+    with torch.no_grad():
+        logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+    return logits, held, sum(parameter.numel() for parameter in parameters), tied
+
+
+@pytest.mark.parametrize(
+    ("changes", "shard_size"),
+    [
+        ({"tie_word_embeddings": False}, "5GB"),
+        ({"tie_word_embeddings": True}, "20KB"),
+        ({"tie_word_embeddings": False, "rope_parameters": LLAMA31_ROPE, "attention_bias": True}, "20KB"),
+    ],
+    ids=["untied", "tied-many-files", "llama31-rope-many-files"],
+)
+@pytest.mark.parametrize("optimizer", ["flash_adamw", "adamw"])
+def test_a_folder_that_transformers_wrote_gives_its_logits(
+    tmp_path: Path, changes: dict[str, object], shard_size: str, optimizer: str
+) -> None:
+    folder = _write_model(tmp_path / "model", shard_size=shard_size, **changes)
+    assert (folder / INDEX_NAME).exists() == (shard_size == "20KB")
+    reference = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        expected = reference(input_ids=_tokens()).logits
+    for logits, held, parameters, tied in run_ranks(2, _sharded_logits, str(folder), optimizer):
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        assert held < 0.6 * parameters
+        assert tied == changes["tie_word_embeddings"]
+
+
+def _initial_weights(seed: int) -> dict[str, Tensor]:
+    world = _world()
+    states = {}
+    for optimizer in ("flash_adamw", "adamw"):
+        config = Config(optimizer=optimizer, seed=seed)  # type: ignore[arg-type]
+        model = build_model(config, DEBUG_MODEL, read_llama_config(DEBUG_MODEL, 96), world)
+        parameter = dict(model.named_parameters())["model.layers.1._checkpoint_wrapped_module.mlp.up_proj.weight"]
+        states[optimizer] = parameter.full_tensor().clone()  # type: ignore[attr-defined]
+    return states
+
+
+def test_the_debug_model_starts_alike_for_both_optimizers_and_any_world_size() -> None:
+    of_two = run_ranks(2, _initial_weights, 0)[0]
+    of_one = run_ranks(1, _initial_weights, 0)[0]
+    assert of_two["flash_adamw"].dtype == torch.bfloat16
+    assert of_two["adamw"].dtype == torch.float32
+    assert torch.equal(of_two["flash_adamw"].float(), of_two["adamw"])
+    assert torch.equal(of_two["adamw"], of_one["adamw"])
+    assert not torch.equal(of_one["adamw"], run_ranks(1, _initial_weights, 1)[0]["adamw"])
+
+
+class _Tokenizer:
+    def __len__(self) -> int:
+        return 102
+
+
+def _check(folder: Path) -> None:
+    check_model(folder, read_llama_config(folder, 96), _Tokenizer())
+
+
+def test_a_whole_folder_passes(tmp_path: Path) -> None:
+    _check(_write_model(tmp_path / "model", shard_size="20KB", tie_word_embeddings=True))
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    folder = _write_model(tmp_path / "model", shard_size="20KB")
+    victim = sorted(folder.glob("*.safetensors"))[1]
+    content = victim.read_bytes()
+    for size in (len(content) - 1, 40, 3, 0):
+        victim.write_bytes(content[:size])
+        with pytest.raises(BadInput, match=f"{victim.name} (holds|ends|has no).*download it again"):
+            _check(folder)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    folder = _write_model(tmp_path / "model", shard_size="20KB")
+    victim = sorted(folder.glob("*.safetensors"))[1]
+    victim.unlink()
+    with pytest.raises(BadInput, match=f"names {victim.name}, which is not there"):
+        _check(folder)
+
+
+def test_no_weights_at_all(tmp_path: Path) -> None:
+    folder = _write_model(tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(BadInput, match=r"no \.safetensors file \(only pytorch_model\.bin\)"):
+        _check(folder)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    folder = _write_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    with pytest.raises(BadInput, match=r"lacks the tensor model\.layers\.3\."):
+        _check(folder)
+
+
+def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
+    folder = _write_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 80}))
+    with pytest.raises(BadInput, match=r"mlp\.\w+\.weight in .*model\.safetensors has the shape \(.*72.*\)"):
+        _check(folder)
+
+
+def test_a_tensor_in_two_files_is_named(tmp_path: Path) -> None:
+    folder = _write_model(tmp_path / "model")
+    (folder / "consolidated.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    with pytest.raises(BadInput, match="stands in both"):
+        _check(folder)
+
+
+def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
+    folder = _write_model(tmp_path / "model", vocab_size=100)
+    with pytest.raises(BadInput, match="102 tokens, the model 100 embeddings"):
+        _check(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mistral"}, "is not a Llama"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "is not a Llama"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "is quantized"),
+        ({"max_position_embeddings": 64}, "--sequence-length 96 is more than the 64 positions"),
+    ],
+)
+def test_a_config_that_cannot_be_trained(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    folder = _write_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(BadInput, match=message):
+        read_llama_config(folder, 96)
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"no readable config\.json"):
+        read_llama_config(tmp_path, 96)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(BadInput, match="is not JSON"):
+        read_llama_config(tmp_path, 96)
+
+
+def test_a_header_says_shapes_and_dtypes(tmp_path: Path) -> None:
+    folder = _write_model(tmp_path / "model", dtype=torch.float16)
+    header = read_header(folder / "model.safetensors")
+    norm = header["model.norm.weight"]
+    assert (norm.shape, norm.dtype) == ((48,), "F16")
+    check_weights(folder, {"model.norm.weight": (48,)})
