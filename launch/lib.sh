@@ -96,6 +96,8 @@ find_python() {
 # Lets .venv see what the given interpreter has installed. `venv --system-site-packages` would not do where that
 # interpreter is itself in a virtual environment: the new one then gets the packages of the Python below both.
 inherit_packages() {
+    # Up to Python 3.11 venv brings an old setuptools, which would hide the inherited one.
+    "$VENV_PYTHON" -m pip uninstall -qq --yes setuptools
     "$1" -c '
 import os, site, sys, torch
 home = os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__)))
