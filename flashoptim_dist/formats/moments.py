@@ -22,22 +22,29 @@ from torch import Tensor
 from flashoptim_dist.formats.rounding import round_momentum, round_variance
 from flashoptim_dist.formats.spec import MOMENTUM_LEVELS, VARIANCE_FLOOR, VARIANCE_LEVELS
 
-_LARGEST_BF16_PATTERN = 0x7F7F0000
+LARGEST_MOMENTUM_SCALE = 0x7F7F
+"""Pattern of the largest bf16."""
+
+LARGEST_VARIANCE_SCALE = 0x5F7F
+"""Pattern of the largest bf16 whose square is finite in fp32: a finite variance must not decode to Inf."""
 
 
-def round_up_to_bf16(value: Tensor) -> Tensor:
-    """Return the smallest bf16 not below each finite fp32 value >= 0, saturated at the largest bf16."""
+def round_up_to_bf16(value: Tensor, largest: int = LARGEST_MOMENTUM_SCALE) -> Tensor:
+    """Return the smallest bf16 not below each finite fp32 value >= 0, saturated at the bf16 of pattern ``largest``."""
     pattern = value.contiguous().view(torch.int32)
-    pattern = ((pattern + 0xFFFF) & -0x10000).clamp_(max=_LARGEST_BF16_PATTERN)
-    return (pattern >> 16).to(torch.int16).view(torch.bfloat16)
+    pattern = ((pattern + 0xFFFF) >> 16).clamp_(max=largest)
+    return pattern.to(torch.int16).view(torch.bfloat16)
 
 
-def group_scale(size: Tensor) -> Tensor:
-    """Return the bf16 scale [...] of groups [..., 32] of fp32 magnitudes: the largest finite one, rounded up."""
+def group_scale(size: Tensor, largest_scale: int = LARGEST_MOMENTUM_SCALE) -> Tensor:
+    """Return the bf16 scale [...] of groups [..., 32] of fp32 magnitudes: the largest finite one, rounded up.
+
+    A group without a finite element has scale 0; scales saturate at the bf16 of pattern ``largest_scale``.
+    """
     # Patterns of magnitudes order like integers; this offset sends Inf and NaN, and only them, below zero.
     offset = 0x00800000
-    largest = (size.view(torch.int32) + offset).amax(dim=-1).sub_(offset).clamp_(min=0)
-    return round_up_to_bf16(largest.view(torch.float32))
+    largest = (size.view(torch.int32) + offset).amax(dim=-1).clamp_(min=offset).sub_(offset)
+    return round_up_to_bf16(largest.view(torch.float32), largest_scale)
 
 
 def encode_momentum(momentum: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -77,7 +84,7 @@ def encode_variance(variance: Tensor, noise: Tensor | None = None) -> tuple[Tens
         (codes uint8 [..., 32], scales bf16 [...] of sqrt(v)).
     """
     root = torch.sqrt(variance)
-    scale = group_scale(root)
+    scale = group_scale(root, LARGEST_VARIANCE_SCALE)
     divisor = scale.to(torch.float32).unsqueeze(-1)
     ratio = root / torch.where(divisor > 0, divisor, 1.0)
     code = (torch.sqrt(ratio) * VARIANCE_LEVELS).nan_to_num_(nan=VARIANCE_LEVELS).clamp_(max=VARIANCE_LEVELS)
