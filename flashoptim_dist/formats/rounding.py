@@ -76,9 +76,15 @@ def noise_words(index: Tensor, key: int, step: int) -> Tensor:
     Returns:
         int32 tensor of the same shape.
     """
+    return scramble(index.to(torch.int32) * as_int32(HASH_STRIDE) + key, step)
+
+
+def scramble(x: Tensor, step: int) -> Tensor:
+    """Turn hash inputs ``index * HASH_STRIDE + key`` (int32, wrapped around, any shape) into the noise words of a step.
+
+    The input is overwritten.
+    """
     first, second = HASH_SHIFTS
-    x = index.to(torch.int32) * as_int32(HASH_STRIDE)
-    x += key
     x ^= (x >> first) & ((1 << (32 - first)) - 1)
     x *= as_int32(HASH_MULTIPLIER)
     x ^= (x >> second) & ((1 << (32 - second)) - 1)
