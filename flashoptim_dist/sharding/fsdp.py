@@ -87,13 +87,7 @@ def shard_model(
         set_compute_dtype(model, param_dtype)
     for unit in plan:
         shard(unit.module, fp32_policy if unit.fp32 else policy)
-    if not isinstance(model, FSDPModule):
-        shard(model, policy)
-    if mesh.device_type == "cpu":
-        # gloo has no averaging reduction: sum, then divide.
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
+    shard(model, policy)
     return model
 
 
