@@ -71,6 +71,8 @@ class World:
 def start_world(device: str = "auto") -> World:
     """Join the process group that torchrun describes, or make one of a single rank without torchrun.
 
+    A process group that is there already is used as it is.
+
     Args:
         device: "cuda" (NCCL, one GPU per local rank), "cpu" (gloo), or "auto": cuda where there is a GPU.
 
@@ -88,7 +90,9 @@ def start_world(device: str = "auto") -> World:
     place = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     device_id = place if kind == "cuda" else None
-    if "RANK" in os.environ:
+    if dist.is_initialized():
+        pass
+    elif "RANK" in os.environ:
         dist.init_process_group(backend, device_id=device_id)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)

@@ -1,0 +1,274 @@
+"""The recipe from end to end: runs, runs that were cut off, runs that must not start, and runs that must stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
+
+import llama_finetune
+import pytest
+import torch
+from llama_support.config import Config
+from llama_support.errors import BadInput
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.pool import run_ranks
+from tests.recipes.inputs import ROOT, write_rows, write_tiny_model
+
+
+class _CutOffError(Exception):
+    """Stands for whatever ends a process in the middle of a step."""
+
+
+def _train(values: dict[str, Any], cut_at: int | None = None) -> str | None:
+    """Train on this rank; the text of the BadInput that stopped it, if one did. `cut_at` dies in that step."""
+    set_learning_rate = llama_finetune.set_learning_rate
+
+    def set_or_die(optimizer: torch.optim.Optimizer, config: Config, step: int) -> float:
+        if step == cut_at:
+            raise _CutOffError
+        return set_learning_rate(optimizer, config, step)
+
+    llama_finetune.set_learning_rate = set_or_die
+    try:
+        llama_finetune.train(Config(**values))
+    except BadInput as error:
+        return str(error)
+    except _CutOffError:
+        return "cut off"
+    finally:
+        llama_finetune.set_learning_rate = set_learning_rate
+    return None
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("inputs")
+    return {
+        "model": str(write_tiny_model(folder / "tiny")),
+        "data": str(write_rows(folder / "rows.jsonl")),
+        "sequence_length": 48,
+        "global_batch": 6,
+        "micro_batch": 2,
+        "steps": 6,
+        "warmup_steps": 2,
+        "lr": 1e-2,
+        "save_every": 2,
+        "evaluate_every": 4,
+        "validation_fraction": 0.1,
+        "device": "cpu",
+    }
+
+
+def _state(run: Path, step: int) -> dict[str, torch.Tensor]:
+    target = run / f"state-{step}.pt"
+    dcp_to_torch_save(run / "checkpoints" / f"step-{step:08d}", target)
+    loaded = torch.load(target, weights_only=False)
+    return {name: value for name, value in _flat(loaded).items() if isinstance(value, torch.Tensor)}
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {name: leaf for key, inner in value.items() for name, leaf in _flat(inner, f"{prefix}/{key}").items()}
+
+
+def _assert_same_state(first: Path, second: Path, step: int) -> None:
+    left, right = _state(first, step), _state(second, step)
+    assert left.keys() == right.keys()
+    assert sum("exp_avg" in name for name in left) > 10
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def _metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_that_was_cut_off_ends_with_the_same_state(inputs: dict[str, Any], tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run_ranks(2, _train, {**inputs, "output": str(whole)}) == [None, None]
+    assert run_ranks(2, _train, {**inputs, "output": str(cut)}, 6) == ["cut off", "cut off"]
+    assert not (cut / "checkpoints" / "step-00000006").exists()
+    assert run_ranks(2, _train, {**inputs, "output": str(cut)}) == [None, None]
+    _assert_same_state(whole, cut, 6)
+
+    def values(run: Path) -> list[tuple[str, int, float]]:
+        return [(record["kind"], record["step"], record["loss"]) for record in _metrics(run)]
+
+    assert values(cut) == values(whole)
+    assert [record["step"] for record in _metrics(whole) if record["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    validation = [record for record in _metrics(whole) if record["kind"] == "validation"]
+    assert [record["step"] for record in validation] == [0, 4, 6]
+    assert validation[-1]["loss"] < validation[0]["loss"]
+    assert sorted(path.name for path in (whole / "checkpoints").glob("step-*")) == ["step-00000004", "step-00000006"]
+    assert list((whole / "tensorboard").iterdir())
+
+
+def test_a_finished_run_goes_on_with_a_new_schedule_or_stops(inputs: dict[str, Any], tmp_path: Path) -> None:
+    values = {**inputs, "steps": 2, "output": str(tmp_path)}
+    assert run_ranks(2, _train, values) == [None, None]
+    assert run_ranks(2, _train, {**values, "when_finished": "stop"}) == [None, None]
+    assert [record["step"] for record in _metrics(tmp_path) if record["kind"] == "train"] == [1, 2]
+    assert run_ranks(2, _train, values) == [None, None]
+    training = [record for record in _metrics(tmp_path) if record["kind"] == "train"]
+    assert [record["step"] for record in training] == [1, 2, 3, 4]
+    assert [record["lr"] for record in training[:2]] == [record["lr"] for record in training[2:]]
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(inputs: dict[str, Any], tmp_path: Path) -> None:
+    of_two, mixed = tmp_path / "two", tmp_path / "mixed"
+    assert run_ranks(2, _train, {**inputs, "output": str(of_two)}) == [None, None]
+    assert run_ranks(2, _train, {**inputs, "output": str(mixed)}, 3) == ["cut off", "cut off"]
+    assert run_ranks(1, _train, {**inputs, "output": str(mixed)}) == [None]
+    for one, other in zip(_metrics(of_two), _metrics(mixed), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=2e-3)
+
+
+def test_both_optimizers_train_alike(inputs: dict[str, Any], tmp_path: Path) -> None:
+    for optimizer in ("flash_adamw", "adamw"):
+        run = {**inputs, "optimizer": optimizer, "output": str(tmp_path / optimizer)}
+        assert run_ranks(2, _train, run) == [None, None]
+    flash, plain = (_metrics(tmp_path / name) for name in ("flash_adamw", "adamw"))
+    assert flash[0]["loss"] == plain[0]["loss"]
+    assert flash[-1]["loss"] == pytest.approx(plain[-1]["loss"], rel=0.01)
+    size = {name: _bytes(tmp_path / name / "checkpoints" / "step-00000006") for name in ("flash_adamw", "adamw")}
+    assert size["adamw"] > 2 * size["flash_adamw"]
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_weights_that_are_not_finite_stop_the_run_before_it_starts(inputs: dict[str, Any], tmp_path: Path) -> None:
+    spoiled = write_tiny_model(tmp_path / "spoiled", spoil=True)
+    texts = run_ranks(2, _train, {**inputs, "model": str(spoiled), "output": str(tmp_path / "run")})
+    assert len(set(texts)) == 1
+    assert "validation after step 0: loss nan" in str(texts[0])
+
+
+def test_a_step_that_goes_nan_names_the_last_good_checkpoint(inputs: dict[str, Any], tmp_path: Path) -> None:
+    values = {**inputs, "output": str(tmp_path)}
+    assert run_ranks(2, _train, values, 5) == ["cut off", "cut off"]
+    texts = run_ranks(2, _train, {**values, "lr": 1e38})
+    assert len(set(texts)) == 1
+    assert f"the last good checkpoint is step 4 in {tmp_path / 'checkpoints'}" in str(texts[0])
+    assert run_ranks(2, _train, {**values, "resume": "4"}) == [None, None]
+
+
+def _spoil_row(inputs: dict[str, Any], folder: Path) -> dict[str, Any]:
+    data = folder / "rows.jsonl"
+    data.write_text(Path(inputs["data"]).read_text() + '\n{"prompt": "no completion"}\n')
+    return {"data": str(data)}
+
+
+def _block_output(inputs: dict[str, Any], folder: Path) -> dict[str, Any]:
+    (folder / "file").write_text("in the way")
+    return {"output": str(folder / "file" / "run")}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda inputs, folder: {"model": str(folder / "none")}, "none does not exist"),
+        (lambda inputs, folder: {"data": str(folder / "none.jsonl")}, "none.jsonl does not exist"),
+        (_spoil_row, "rows.jsonl, line 61: has the fields"),
+        (lambda inputs, folder: {"sequence_length": 2, "long_rows": "skip"}, "none of the"),
+        (lambda inputs, folder: {"sequence_length": 512}, "--sequence-length 512 is more than the 256 positions"),
+        (_block_output, "cannot write in the run folder"),
+        (lambda inputs, folder: {"resume": "3"}, "--resume 3"),
+    ],
+    ids=["model", "data", "row", "context", "positions", "output", "resume"],
+)
+def test_bad_input_is_one_line_on_every_rank(inputs: dict[str, Any], tmp_path: Path, change: Any, message: str) -> None:
+    values = {**inputs, "output": str(tmp_path / "run"), **change(inputs, tmp_path)}
+    texts = run_ranks(2, _train, values)
+    assert len(set(texts)) == 1
+    assert message in str(texts[0])
+    assert "\n" not in str(texts[0])
+
+
+@pytest.mark.parametrize("change", [{"optimizer": "adamw"}, {"model": "other"}, {"sequence_length": 40}])
+def test_a_checkpoint_of_another_run_is_refused_and_stays(
+    inputs: dict[str, Any], tmp_path: Path, change: dict[str, Any]
+) -> None:
+    values = {**inputs, "output": str(tmp_path / "run"), "steps": 2}
+    assert run_ranks(2, _train, values) == [None, None]
+    before = _state(tmp_path / "run", 2)
+    if "model" in change:
+        change = {"model": str(write_tiny_model(tmp_path / "other", num_hidden_layers=3))}
+    texts = run_ranks(2, _train, {**values, **change})
+    assert len(set(texts)) == 1
+    assert "another --output" in str(texts[0])
+    after = _state(tmp_path / "run", 2)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_never_resuming_does_not_replace_checkpoints(inputs: dict[str, Any], tmp_path: Path) -> None:
+    values = {**inputs, "output": str(tmp_path), "steps": 2}
+    assert run_ranks(2, _train, values) == [None, None]
+    texts = run_ranks(2, _train, {**values, "resume": "never"})
+    assert "holds checkpoints (newest: step 2)" in str(texts[0])
+
+
+def _torchrun(arguments: list[str], ranks: int = 2) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+        *(str(ROOT / "recipes" / "llama_finetune.py"), *arguments),
+    ]
+
+
+def _options(values: dict[str, Any]) -> list[str]:
+    return [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def _run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(_torchrun(arguments), capture_output=True, text=True, timeout=280, env=environment)
+
+
+def test_torchrun_trains_and_saves(inputs: dict[str, Any], tmp_path: Path) -> None:
+    done = _run(_options({**inputs, "steps": 2, "output": str(tmp_path)}))
+    assert done.returncode == 0, done.stderr
+    assert "step 2: validation loss" in done.stdout
+    assert "bytes/param" in done.stdout
+    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step-00000002"
+
+
+@pytest.mark.full
+def test_bad_input_ends_every_rank_with_exit_code_2(inputs: dict[str, Any], tmp_path: Path) -> None:
+    done = _run(_options({**inputs, "data": str(tmp_path / "none.jsonl"), "output": str(tmp_path / "run")}))
+    assert done.returncode != 0
+    assert done.stderr.count("error: data file") == 1
+    assert done.stderr.count("exitcode  : 2") == 2
+
+
+@pytest.mark.full
+def test_a_run_whose_rank_is_killed_ends_with_the_same_state(inputs: dict[str, Any], tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    values = {**inputs, "steps": 12, "save_every": 3}
+    assert _run(_options({**values, "output": str(whole)})).returncode == 0
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = _torchrun(_options({**values, "output": str(killed)}))
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+        metrics = killed / "metrics.jsonl"
+        while not (metrics.exists() and '"step": 5' in metrics.read_text()):
+            assert running.poll() is None
+            time.sleep(0.02)
+        os.kill(_child_ranks(running.pid)[1], signal.SIGKILL)
+        assert running.wait(timeout=120) != 0
+    assert not (killed / "checkpoints" / "step-00000012").exists()
+    assert _run(_options({**values, "output": str(killed)})).returncode == 0
+    _assert_same_state(whole, killed, 12)
+
+
+def _child_ranks(parent: int) -> list[int]:
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(pid) for pid in children if b"llama_finetune.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
