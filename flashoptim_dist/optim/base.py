@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -284,16 +284,17 @@ class FlashOptimizer(MasterWeights, torch.optim.Optimizer):
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: a sparse gradient, or one whose placements differ from its parameter's, named; no parameter
-                is changed then.
+            RuntimeError: a sparse gradient, or one whose placements differ from its parameter's, named. Other
+                parameters may have been stepped by then, as with torch's optimizers.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._stepper.step_as_before() or self._is_template_step():
+        stepped = self._stepper.step_as_before()
+        if stepped is None or self._is_template_step():
             return loss
-        tasks = self._tasks()
+        tasks = self._tasks(stepped)
         on_device = [device for device in tasks if self._update_check is None and takes_kernels(device, self._fused)]
         factor, skip = (1.0, False) if len(on_device) == len(tasks) else self._amp_factor()
         if skip:
@@ -342,14 +343,14 @@ class FlashOptimizer(MasterWeights, torch.optim.Optimizer):
             return 1.0, True
         return (1.0 if grad_scale is None else 1.0 / float(grad_scale)), False
 
-    def _tasks(self) -> dict[torch.device, list[StepTask]]:
-        """Return the tasks of this step by device: one per parameter with a gradient."""
+    def _tasks(self, stepped: Container[Tensor] = ()) -> dict[torch.device, list[StepTask]]:
+        """Return the tasks of this step by device: one per parameter with a gradient that is not ``stepped`` yet."""
         tasks: dict[torch.device, list[StepTask]] = {}
         for index, group in enumerate(self.param_groups):
             hyperparameters, moments = self._hyperparameters(index), self._moments_of(group)
             for parameter in group["params"]:
                 gradient = parameter.grad
-                if gradient is None:
+                if gradient is None or parameter in stepped:
                     continue
                 record = self._record(parameter)
                 if record.moments != moments:

@@ -66,15 +66,18 @@ class Plan:
     Args:
         tasks: the parameters to step, all with gradients, grouped as the optimizer groups them.
         skipped: int32 counter of skipped steps on the device.
+        counts_skips: whether this plan counts them; one of an optimizer's plans on a device does.
 
     Raises:
         GeometryError: a parameter or gradient whose strides no kernel describes.
     """
 
-    def __init__(self, tasks: Sequence[StepTask], skipped: Tensor) -> None:
+    def __init__(self, tasks: Sequence[StepTask], skipped: Tensor, counts_skips: bool) -> None:
         self.device = tasks[0].weight.device
         self.skipped = skipped
+        self._counts_skips = counts_skips
         self.hyperparameters: list[Hyperparameters] = []
+        self.groups = list(dict.fromkeys(task.group for task in tasks))
         self.group_ends: list[int] = []
         for row, task in enumerate(tasks):
             if not self.hyperparameters or self.hyperparameters[-1] is not task.hyperparameters:
@@ -94,9 +97,12 @@ class Plan:
         buckets: dict[tuple[Any, ...], tuple[TaskList, TaskList]] = {}
         segments: list[_Segment] = []
         rows: list[np.ndarray] = []
-        for index, task in enumerate(tasks):
-            options = kernel_options(task)
-            choice = tuning(options)
+        options_of = [kernel_options(task) for task in tasks]
+        elements: dict[tuple[Any, ...], int] = {}
+        for task, options in zip(tasks, options_of, strict=True):
+            elements[options] = elements.get(options, 0) + task.record.layout.numel
+        for index, (task, options) in enumerate(zip(tasks, options_of, strict=True)):
+            choice = tuning(options, elements[options])
             flat_tasks, general_tasks = buckets.setdefault(
                 options, (TaskList(choice.blocks_per_task), TaskList(choice.blocks_per_task))
             )
@@ -131,7 +137,9 @@ class Plan:
             for task_list, general in zip(lists, (False, True), strict=True):
                 table = task_list.to(self.device)
                 if table is not None:
-                    self.launches.append(KernelLaunch(options, self.table.device, self.scalars, table, general))
+                    choice = tuning(options, elements[options])
+                    launch = KernelLaunch(options, choice, self.table.device, self.scalars, table, general)
+                    self.launches.append(launch)
         self.kernel_options = list(buckets)
 
     def _watch(self, tasks: Sequence[StepTask]) -> None:
@@ -147,7 +155,9 @@ class Plan:
         self._weight_addresses = [task.weight.data_ptr() for task in tasks]
         self._gradient_addresses = [task.gradient.data_ptr() for task in tasks]
         self._gradient_dtypes = [task.gradient.dtype for task in tasks]
-        self._gradient_strides = [task.gradient.stride() for task in tasks]
+        self._contiguous = [task.gradient.is_contiguous() for task in tasks]
+        strided = [(row, task.gradient.stride()) for row, task in enumerate(tasks) if not self._contiguous[row]]
+        self._strided = strided
         self._unsettled = False
 
     def _locals(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -169,7 +179,10 @@ class Plan:
         try:
             weights, locals_ = self._locals(parameters), self._locals(gradients)
             addresses = [local.data_ptr() for local in locals_]
-            specs = None if self._all_plain else [getattr(gradient, "_spec", None) for gradient in gradients]
+            if self._none_plain:
+                specs = [gradient._spec for gradient in gradients]
+            else:
+                specs = self._specs if self._all_plain else [getattr(g, "_spec", None) for g in gradients]
         except AttributeError:  # a gradient is None, or plain where its parameter is a DTensor
             return False
         if (
@@ -177,11 +190,12 @@ class Plan:
             or [weight._version for weight in weights] != self._local_versions
             or [weight.data_ptr() for weight in weights] != self._weight_addresses
             or [local.dtype for local in locals_] != self._gradient_dtypes
-            or [local.stride() for local in locals_] != self._gradient_strides
+            or [local.is_contiguous() for local in locals_] != self._contiguous
+            or any(locals_[row].stride() != strides for row, strides in self._strided)
             or any(map(_differ_in_kernel, self.hyperparameters, hyperparameters))
         ):
             return False
-        if specs is not None and not all(map(operator.is_, specs, self._specs)):
+        if specs is not self._specs and not all(map(operator.is_, specs, self._specs)):
             for spec, expected in zip(specs, self._specs, strict=True):
                 if spec is None or expected is None:
                     if spec is not expected:
@@ -202,7 +216,16 @@ class Plan:
         self.hyperparameters = list(hyperparameters)
         first = 0
         for number, (hyper, end) in enumerate(zip(hyperparameters, self.group_ends, strict=True)):
-            advance(hyper, self.steps.device, self.scalars, self.skipped, first, end, number == 0, inputs)
+            advance(
+                hyper,
+                self.steps.device,
+                self.scalars,
+                self.skipped,
+                first,
+                end,
+                self._counts_skips and number == 0,
+                inputs,
+            )
             first = end
         for launch in self.launches:
             launch.run()

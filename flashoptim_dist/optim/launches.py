@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 SCALAR_COLUMNS: int = layout.SCALAR_COLUMNS.value
 _ADVANCE_BLOCK = 128
+_SMALL_BUCKET = 1 << 26
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 _STEP_LAUNCHERS = {"adam": Launcher(adam_kernel), "momentum": Launcher(momentum_kernel)}
@@ -62,11 +63,15 @@ def compiled_options(hyper: Hyperparameters) -> tuple[Any, ...]:
     return type(hyper), hyper.l2 != 0.0, isinstance(hyper, SgdHyperparameters) and hyper.nesterov
 
 
-def tuning(options: KernelOptions) -> Tuning:
-    """Return the launch sizes of a kernel; measured choices, see docs/performance.md."""
+def tuning(options: KernelOptions, elements: int) -> Tuning:
+    """Return the launch sizes of a kernel for a bucket of so many elements; measured, see docs/performance.md."""
     if INTERPRETED:
         return Tuning(block=256, warps=1, blocks_per_task=4)
-    return Tuning(block=256, warps=1, blocks_per_task=8)
+    if elements < _SMALL_BUCKET:
+        return Tuning(block=512, warps=2, blocks_per_task=1)
+    if dict(options)["STOCHASTIC"]:
+        return Tuning(block=512, warps=1, blocks_per_task=4)
+    return Tuning(block=512, warps=2, blocks_per_task=4)
 
 
 def kernel_options(task: StepTask) -> KernelOptions:
@@ -95,10 +100,17 @@ def kernel_options(task: StepTask) -> KernelOptions:
 class KernelLaunch:
     """One launch of a plan: a kernel, its options and its tasks, over the plan's tables."""
 
-    def __init__(self, options: KernelOptions, segments: Tensor, scalars: Tensor, tasks: Tensor, general: bool) -> None:
+    def __init__(
+        self,
+        options: KernelOptions,
+        choice: Tuning,
+        segments: Tensor,
+        scalars: Tensor,
+        tasks: Tensor,
+        general: bool,
+    ) -> None:
         values = dict(options)
         self._launcher = _STEP_LAUNCHERS[values.pop("KERNEL")]
-        choice = tuning(options)
         values.update(GENERAL=general, BLOCK=choice.block)
         names = [name for name in self._launcher.constants if name in values]
         self._constants = {name: values[name] for name in names}
