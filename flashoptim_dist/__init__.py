@@ -1,6 +1,19 @@
 """Compressed-state optimizers for PyTorch FSDP2 and DTensor."""
 
 from flashoptim_dist._version import __version__
+from flashoptim_dist.casting import cast_model
+from flashoptim_dist.memory import memory_report
 from flashoptim_dist.optim import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
+from flashoptim_dist.sharding.fsdp import shard_model
 
-__all__ = ["FlashAdam", "FlashAdamW", "FlashLion", "FlashSGD", "FlashSGDW", "__version__"]
+__all__ = [
+    "FlashAdam",
+    "FlashAdamW",
+    "FlashLion",
+    "FlashSGD",
+    "FlashSGDW",
+    "__version__",
+    "cast_model",
+    "memory_report",
+    "shard_model",
+]
