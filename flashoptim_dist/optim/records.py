@@ -66,7 +66,7 @@ def new_record(
         ShardingError: a placement that the number format cannot follow.
     """
     label = canonical_name(name) if name is not None else f"#{ordinal}"
-    layout = shard_layout(parameter, label)
+    layout = shard_layout(parameter, label, quantize=options["quantize"])
     bits = correction_bits(parameter.dtype, options["master_weight_bits"])
     key = noise_key(options["seed"], parameter_id(name, ordinal)) if options["rounding"] == "stochastic" else None
     entries = entry_specs(layout, moments, quantize=options["quantize"], correction_bits=bits)

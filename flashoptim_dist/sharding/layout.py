@@ -103,18 +103,19 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def shard_layout(parameter: Tensor, name: str) -> ShardLayout:
+def shard_layout(parameter: Tensor, name: str, *, quantize: bool = True) -> ShardLayout:
     """Return the layout of this rank's part of a parameter.
 
     Args:
         parameter: plain tensor or DTensor.
         name: how errors call it.
+        quantize: False if its moments stay in fp32 whatever its shape; rows may then be cut anywhere.
 
     Raises:
         ShardingError: a Partial placement; a sharded row whose cuts do not fall on groups; a layout that is no box.
     """
     shape = tuple(parameter.shape)
-    quantized = is_quantized_shape(shape)
+    quantized = quantize and is_quantized_shape(shape)
     flattened = quantized and rows_are_flattened(shape)
     scales = scale_shape(shape) if quantized else ()
     if not isinstance(parameter, DTensor):
@@ -126,8 +127,8 @@ def shard_layout(parameter: Tensor, name: str) -> ShardLayout:
         )
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        empty = (0,) * max(len(shape), 1)
-        return ShardLayout(name, shape, empty, empty, quantized, flattened, scales, (0,) * len(scales))
+        empty = tuple(parameter._local_tensor.shape)  # what torch holds there, (0,) for every shape
+        return ShardLayout(name, shape, empty, (0,) * len(empty), quantized, flattened, scales, (0,) * len(scales))
     mesh_shape = tuple(mesh.shape)
     if quantized:
         problem = _row_cut_problem(shape, mesh_shape, placements)
@@ -183,11 +184,12 @@ def _row_cut_problem(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placem
     flattened = rows_are_flattened(shape)
     first = 1 if flattened else len(shape) - 1
     cutting = [i for i, p in enumerate(placements) if any(shards_dim(p, d) for d in range(first, len(shape)))]
+    if flattened and any(not shards_dim(placements[i], 1) for i in cutting):
+        # Not on a mesh of one rank either: the scales, of 2 dimensions, could not have the parameter's placements.
+        return "the short last dimensions of a convolution cannot be sharded"
     cutting = [i for i in cutting if mesh_shape[i] > 1]
     if not cutting:
         return None
-    if flattened and any(not shards_dim(placements[i], 1) for i in cutting):
-        return "the short last dimensions of a convolution cannot be sharded"
     inner = math.prod(shape[2:]) if flattened else 1
     scale_dims = (shape[0], groups_per_row(shape)) if flattened else (*shape[:-1], groups_per_row(shape))
     for position in itertools.product(*(range(mesh_shape[i]) for i in cutting)):
@@ -220,12 +222,13 @@ def _is_box(
         cuts = [i for i, p in enumerate(placements) if shards_dim(p, dim)]
         if not any(hasattr(placements[i], "split_factor") for i in cuts):
             continue
-        held = torch.arange(size)
+        held = torch.arange(size).reshape([1] * dim + [size])
         # A strided shard stands left of the shard that it was applied after: torch cuts right to left there. The public
         # functions cut in mesh order over the reordered pieces; splitting the index itself shows what a rank gets.
         for i in cuts:
             pieces, _ = placements[i]._split_tensor(held, mesh_shape[i], with_padding=False, contiguous=True)
             held = pieces[coordinate[i]]
+        held = held.reshape(-1)
         if held.numel() and int(held[-1] - held[0]) + 1 != held.numel():
             return False
     return True
