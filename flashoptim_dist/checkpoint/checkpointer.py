@@ -183,6 +183,8 @@ class Checkpointer:
         pointed = retention.read_latest(self.directory)
         if pointed is None:
             return steps[::-1]
+        if pointed not in steps:
+            warnings.warn(f"{self.directory / layout.LATEST} names step {pointed}, which is not there", stacklevel=2)
         newer = [step for step in steps if step > pointed]
         older = [step for step in steps if step <= pointed]
         return older[::-1] + newer[::-1]

@@ -52,10 +52,10 @@ def step_of(name: str) -> int | None:
 
 
 def steps_in(directory: Path) -> list[int]:
-    """Return the steps whose checkpoints are in a directory, in ascending order."""
+    """Return the steps whose checkpoints are in a directory, whole or not, in ascending order."""
     if not directory.is_dir():
         return []
-    found = (step_of(entry.name) for entry in directory.iterdir() if (entry / METADATA).is_file())
+    found = (step_of(entry.name) for entry in directory.iterdir() if entry.is_dir())
     return sorted(step for step in found if step is not None)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -18,17 +20,35 @@ Result = TypeVar("Result")
 TIMEOUT = timedelta(hours=2)
 """How long a rank waits for the slowest one to write. A rank that died is noticed at once: its connection closes."""
 
-_own_groups: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_LOST = "lost contact with another rank, which may have been killed; start all ranks anew"
+
+
+class _Connection:
+    """The one reference to a process group, so that the group can be closed."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group: dist.ProcessGroup | None = group
+
+    def close(self) -> None:
+        """Close this rank's sockets: a rank that waits for this one gets an error and waits no longer."""
+        group, self.group = self.group, None
+        if group is not None:
+            with suppress(Exception):  # it is broken already
+                dist.destroy_process_group(group)
+
+
+_own_groups: dict[int, tuple[dist.ProcessGroup, _Connection]] = {}
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """A CPU process group that nothing else uses, or a single process (``group`` is None).
+    """A CPU process group that nothing else uses, or a single process (``connection`` is None).
 
-    Every method is a collective: all ranks must call it. What is raised has the same type and message on all of them.
+    Every method is a collective: all ranks must call it. What is raised has the same type and message on all of them,
+    unless a rank is gone altogether; then the others lose contact with each other too, and none waits.
     """
 
-    group: dist.ProcessGroup | None
+    connection: _Connection | None
     rank: int
     world_size: int
 
@@ -73,12 +93,10 @@ class Ranks:
     def gather(self, doing: str, function: Callable[[], Result]) -> list[Result]:
         """Run ``function`` on every rank; return all results by rank on the first rank, an empty list elsewhere."""
         result = self.run(doing, function)
-        if self.group is None:
+        if self.connection is None:
             return [result]
         gathered: list[Any] | None = [None] * self.world_size if self.is_first else None
-        self._communicate(
-            doing, lambda: dist.gather_object(result, gathered, dst=self._global_first(), group=self.group)
-        )
+        self._communicate(doing, lambda group: dist.gather_object(result, gathered, group_dst=0, group=group))
         return gathered or []
 
     def all_gather(self, doing: str, function: Callable[[], Result]) -> list[Result]:
@@ -92,31 +110,33 @@ class Ranks:
     def scatter(self, doing: str, function: Callable[[], Sequence[Result]]) -> Result:
         """Run ``function`` on the first rank and return to each rank its item of the result."""
         items = self.run(doing, lambda: list(function()) if self.is_first else None)
-        if self.group is None:
+        if self.connection is None:
             assert items is not None
             return items[0]
         received: list[Any] = [None]
-        self._communicate(
-            doing, lambda: dist.scatter_object_list(received, items, src=self._global_first(), group=self.group)
-        )
+        self._communicate(doing, lambda group: dist.scatter_object_list(received, items, group_src=0, group=group))
         return received[0]
 
-    def _global_first(self) -> int:
-        assert self.group is not None
-        return dist.get_global_rank(self.group, 0)
-
     def _all_gather(self, doing: str, value: Any) -> list[Any]:
-        if self.group is None:
+        if self.connection is None:
             return [value]
         gathered: list[Any] = [None] * self.world_size
-        self._communicate(doing, lambda: dist.all_gather_object(gathered, value, group=self.group))
+        self._communicate(doing, lambda group: dist.all_gather_object(gathered, value, group=group))
         return gathered
 
-    def _communicate(self, doing: str, function: Callable[[], None]) -> None:
+    def _communicate(self, doing: str, function: Callable[[dist.ProcessGroup], None]) -> None:
+        assert self.connection is not None
+        if self.connection.group is None:
+            raise CheckpointError(f"{doing} failed: {_LOST}")
         try:
-            function()
+            function(self.connection.group)
         except Exception as error:
-            raise CheckpointError(f"{doing} failed: lost contact with another rank ({error})") from error
+            text = str(error).splitlines()[0]
+            traceback.clear_frames(error.__traceback__)  # they hold on to the group, whose sockets are to be closed
+        else:
+            return
+        self.connection.close()
+        raise CheckpointError(f"{doing} failed: {_LOST} ({text})")
 
 
 def own_ranks(process_group: dist.ProcessGroup | None = None) -> Ranks:
@@ -138,8 +158,8 @@ def own_ranks(process_group: dist.ProcessGroup | None = None) -> Ranks:
             timeout=TIMEOUT,
             use_local_synchronization=process_group is not None,
         )
-        _own_groups[id(parent)] = made = (parent, group)
-    return Ranks(made[1], dist.get_rank(made[1]), dist.get_world_size(made[1]))
+        _own_groups[id(parent)] = made = (parent, _Connection(group))
+    return Ranks(made[1], dist.get_rank(parent), dist.get_world_size(parent))
 
 
 def current_cuda_device() -> torch.device | None:

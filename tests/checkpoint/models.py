@@ -21,7 +21,7 @@ WIDTH = 128
 
 
 class Net(nn.Module):
-    """Uneven rows, fewer rows than ranks, rows that are no multiple of 32, stacked experts, a frozen and an unused layer."""
+    """Uneven and short rows, fewer rows than ranks, stacked experts, a frozen and an unused layer."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()

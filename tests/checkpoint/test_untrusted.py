@@ -1,0 +1,148 @@
+"""Checkpoints from anybody: pickles that ask for code are refused by name, and nothing of them runs."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from flashoptim_dist import checkpoint
+from flashoptim_dist.checkpoint import CheckpointError, UnsafeCheckpointError
+from flashoptim_dist.checkpoint.safe_unpickle import load_metadata, load_object
+from tests.checkpoint.models import build, flash, steps
+from tests.pool import run_ranks
+
+
+class Evil:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, call: Callable[..., Any], *arguments: Any) -> None:
+        self.call, self.arguments = call, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call, self.arguments
+
+
+CALLS = {
+    "system": (os.system, "touch {}"),
+    "eval": (eval, "open('{}', 'w')"),
+    "popen": (subprocess.Popen, "touch {}"),
+    "torch.load": (torch.load, "{}"),
+    "getattr": (getattr, "{}", "upper"),
+}
+
+
+def _evil(kind: str, mark: Path) -> Evil:
+    call, *arguments = CALLS[kind]
+    return Evil(call, *(argument.format(mark) for argument in arguments))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    net = build("single")
+    optimizer = flash(net)
+    steps(net, optimizer, [0])
+    dcp.save(_plain_state(net, optimizer), checkpoint_id=tmp_path / "plain", no_dist=True)
+    return tmp_path / "plain"
+
+
+def _plain_state(net: Any, optimizer: Any) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    return {
+        "model": get_model_state_dict(net),
+        "optimizer": get_optimizer_state_dict(net, optimizer),
+        "extras": {"a": 1},
+    }
+
+
+def _load(path: Path) -> str:
+    net = build("single")
+    with pytest.raises(UnsafeCheckpointError) as caught:
+        checkpoint.load(path, net, flash(net), extras={})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", list(CALLS))
+def test_a_hostile_metadata_file_is_refused(saved: Path, tmp_path: Path, kind: str) -> None:
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    metadata.planner_data = {"model.up.weight": _evil(kind, tmp_path / "mark")}
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    message = _load(saved)
+    assert str(saved / ".metadata") in message
+    assert "may be hostile, and was not loaded" in message
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("key", ["extras.a", "optimizer.param_groups.0.lr", "model.up.weight"])
+@pytest.mark.parametrize("kind", ["system", "eval"])
+def test_a_hostile_entry_is_refused(saved: Path, tmp_path: Path, kind: str, key: str, zipped: bool) -> None:
+    data = io.BytesIO()
+    torch.save(_evil(kind, tmp_path / "mark"), data, _use_new_zipfile_serialization=zipped)
+    (saved / "evil.distcp").write_bytes(data.getvalue())
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    for index in [index for index in metadata.storage_data if index.fqn == key]:
+        metadata.storage_data[index] = _StorageInfo("evil.distcp", 0, len(data.getvalue()))
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    message = _load(saved)
+    assert str(saved / "evil.distcp") in message
+    assert "may be hostile, and was not loaded" in message
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../b", "..", ""])
+def test_a_file_outside_the_checkpoint_is_refused(saved: Path, name: str) -> None:
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    index = next(iter(metadata.storage_data))
+    metadata.storage_data[index] = replace(metadata.storage_data[index], relative_path=name)
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert f"refers to {name!r}, which is no file of this checkpoint" in _load(saved)
+
+
+def _load_on_ranks(path: str) -> str:
+    net = build()
+    try:
+        checkpoint.load(path, net, flash(net))
+    except CheckpointError as error:
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+def test_all_ranks_refuse_alike(saved: Path, tmp_path: Path) -> None:
+    (saved / ".metadata").write_bytes(pickle.dumps(_evil("system", tmp_path / "mark")))
+    messages = run_ranks(2, _load_on_ranks, str(saved))
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("UnsafeCheckpointError")
+    assert not (tmp_path / "mark").exists()
+
+
+def test_what_checkpoints_hold_passes() -> None:
+    values = [
+        {"a": [1, 2.5, "x", None, True, (1, 2)], "b": b"raw"},
+        {"tensor": torch.arange(6).view(2, 3), "bf16": torch.ones(3, dtype=torch.bfloat16)},
+        {"array": np.arange(4, dtype=np.uint32), "scalar": np.float64(0.5), "names": np.array(["a", "bc"])},
+    ]
+    for value in values:
+        for zipped in (True, False):
+            data = io.BytesIO()
+            torch.save(value, data, _use_new_zipfile_serialization=zipped)
+            assert repr(load_object(data.getvalue(), "file", "key")) == repr(value)
+
+
+def test_metadata_of_torch_itself_passes(saved: Path) -> None:
+    expected = pickle.loads((saved / ".metadata").read_bytes())
+    assert load_metadata((saved / ".metadata").read_bytes(), "file") == expected
+    shutil.rmtree(saved)
