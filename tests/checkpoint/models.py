@@ -141,6 +141,7 @@ def like(whole: Tensor, parameter: Tensor) -> Tensor:
 
 def gathered(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """All weights, buffers and optimizer states, whole, by name (all ranks must call)."""
+    optimizer.state_dict()  # as a save does: gives parameters that never had a gradient their zero state
     result = {f"model.{name}": full(value) for name, value in net.state_dict().items()}
     names = {parameter: name for name, parameter in net.named_parameters()}
     for group in optimizer.param_groups:

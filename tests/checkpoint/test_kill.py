@@ -55,7 +55,6 @@ def _states(until: int) -> dict[int, dict[str, Tensor]]:
     states = {0: gathered(net, optimizer)}
     for step in range(until):
         steps(net, optimizer, [step])
-        optimizer.state_dict()  # as a save does: gives parameters without gradients their zero state
         states[step + 1] = gathered(net, optimizer)
     return states
 
