@@ -87,7 +87,7 @@ class Ranks:
             rank, (kind, text) = next(iter(failures.items()))
             everywhere = len(failures) == self.world_size and len(set(failures.values())) == 1
             where = "" if everywhere else f"rank {rank}: "
-            raise getattr(errors, kind)(f"{doing} failed. {where}{text}") from cause
+            raise getattr(errors, kind)(f"{doing} failed: {where}{text}") from cause
         return result
 
     def gather(self, doing: str, function: Callable[[], Result]) -> list[Result]:

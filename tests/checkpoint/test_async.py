@@ -181,7 +181,7 @@ def _no_memory(*_: Any) -> None:
 
 def test_staging_that_fails_on_one_rank_ends_the_save_on_all(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
-    expected = f"saving {path} failed. rank 1: MemoryError: no room for a copy"
+    expected = f"saving {path} failed: rank 1: MemoryError: no room for a copy"
     assert run_ranks(2, _staging_fails, str(path)) == [expected] * 2
     assert list(tmp_path.iterdir()) == []
 

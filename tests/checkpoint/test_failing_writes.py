@@ -52,7 +52,7 @@ def test_a_full_disk_on_one_rank_ends_all(tmp_path: Path, failing: int, limit: i
     assert results[0] == results[1]
     message, names, found = results[0]
     assert f"__{failing}_0.distcp can't be written: File too large" in message
-    assert message.startswith(f"saving {tmp_path / 'step-00000002'} failed. rank {failing}: ")
+    assert message.startswith(f"saving {tmp_path / 'step-00000002'} failed: rank {failing}: ")
     assert names == ["latest", "step-00000001"]
     assert found == 1
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001", "step-00000002"]
@@ -142,6 +142,6 @@ def _broken_loader(path: str) -> str:
 
 def test_an_error_in_collecting_ends_all_ranks(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
-    expected = f"saving {path} failed. rank 1: RuntimeError: the worker is gone"
+    expected = f"saving {path} failed: rank 1: RuntimeError: the worker is gone"
     assert run_ranks(2, _broken_loader, str(path)) == [expected] * 2
     assert list(tmp_path.iterdir()) == []

@@ -56,17 +56,17 @@ def _fail(which: list[int], kind: str) -> str:
 def test_a_failure_is_the_same_error_on_all_ranks() -> None:
     assert (
         run_ranks(3, _fail, [1], "damaged")
-        == ["DamagedCheckpointError: saving x failed. rank 1: file x is damaged"] * 3
+        == ["DamagedCheckpointError: saving x failed: rank 1: file x is damaged"] * 3
     )
     assert (
         run_ranks(3, _fail, [2, 1], "os")
-        == ["CheckpointError: saving x failed. rank 1: OSError: [Errno 28] No space left on device"] * 3
+        == ["CheckpointError: saving x failed: rank 1: OSError: [Errno 28] No space left on device"] * 3
     )
     # What all of them say alike is nobody's in particular.
     assert (
-        run_ranks(3, _fail, [0, 1, 2], "damaged") == ["DamagedCheckpointError: saving x failed. file x is damaged"] * 3
+        run_ranks(3, _fail, [0, 1, 2], "damaged") == ["DamagedCheckpointError: saving x failed: file x is damaged"] * 3
     )
-    interrupted = "CheckpointError: saving x failed. rank 1: stopped by KeyboardInterrupt"
+    interrupted = "CheckpointError: saving x failed: rank 1: stopped by KeyboardInterrupt"
     assert run_ranks(3, _fail, [1], "stop") == [interrupted, "interrupted", interrupted]
 
 
