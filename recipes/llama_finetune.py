@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model folder or nothing: this 
 
 import torch
 from llama_support.config import Config, read_command_line
-from llama_support.data import load_data
+from llama_support.data import check_same_data, load_data
 from llama_support.errors import exit_on_bad_input
 from llama_support.metrics import RunLog
 from llama_support.model import build_model, check_model, load_tokenizer, model_folder, read_llama_config
@@ -31,8 +31,8 @@ from llama_support.progress import (
 from llama_support.training import accumulate_gradient, clip_gradients, set_learning_rate, validation_loss
 from llama_support.world import start_world
 
+from flashoptim_dist import memory_report
 from flashoptim_dist.checkpoint import Checkpointer
-from flashoptim_dist.memory import memory_report
 
 
 def train(config: Config) -> None:
@@ -46,8 +46,9 @@ def train(config: Config) -> None:
         folder = model_folder(config.model)
         llama_config = read_llama_config(folder, config.sequence_length)
         tokenizer = load_tokenizer(folder)
-        check_model(folder, llama_config, tokenizer)
-        data = load_data(config, tokenizer, world.rank, world.size)
+        check_model(folder, llama_config)
+        data = load_data(config, tokenizer, llama_config.vocab_size, world.rank, world.size)
+    check_same_data(data, world)
 
     model = build_model(config, folder, llama_config, world)
     optimizer = build_optimizer(config, model)
@@ -63,7 +64,7 @@ def train(config: Config) -> None:
 
     def evaluate(step: int) -> None:
         loss = validation_loss(model, data.validation, world)
-        stop_unless_finite(checkpointer, f"validation after step {step}", loss=loss)
+        stop_unless_finite(checkpointer, f"validation after step {step}", step, loss=loss)
         log.validation(step, loss)
 
     if progress.step == progress.first:
@@ -74,7 +75,7 @@ def train(config: Config) -> None:
         lr = set_learning_rate(optimizer, config, step - progress.first)
         loss = accumulate_gradient(model, batch, world)
         grad_norm = clip_gradients(model, config.clip_norm)
-        stop_unless_finite(checkpointer, f"step {step}", loss=loss, gradient_norm=grad_norm)
+        stop_unless_finite(checkpointer, f"step {step}", step - 1, loss=loss, gradient_norm=grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         log.train(step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=config.global_batch * config.sequence_length)

@@ -33,10 +33,10 @@ class Config:
 
     optimizer: Literal["flash_adamw", "adamw"] = "flash_adamw"
     """flash_adamw: bf16 weights with compressed states. adamw: torch's AdamW with fp32 weights and states."""
-    steps: int = 80
+    steps: int = 60
     """Optimizer steps of this run. A run that had finished is continued for as many steps again."""
-    lr: float = 3e-3
-    """Peak learning rate."""
+    lr: float | None = None
+    """Peak learning rate. Left out: 3e-3 for the debug model, which starts from nothing, and 1e-5 for any other."""
     warmup_steps: int = 10
     """Steps of linear warm-up to the peak; the first step already has lr / warmup-steps."""
     min_lr_ratio: float = 0.1
@@ -61,7 +61,7 @@ class Config:
     activation_checkpointing: Literal["full", "none"] = "full"
     """full: keep only each layer's input and recompute the rest in the backward pass."""
 
-    evaluate_every: int = 40
+    evaluate_every: int = 30
     """Steps between validation losses; there is always one before and one after. 0: only these two."""
     validation_sequences: int = 64
     """Most packed sequences that a validation loss is taken over; 0 takes all."""
@@ -79,6 +79,13 @@ class Config:
     """auto: GPUs where there are any."""
 
     @property
+    def peak_lr(self) -> float:
+        """The peak learning rate, given or by default."""
+        if self.lr is not None:
+            return self.lr
+        return 3e-3 if self.model == "debug" else 1e-5
+
+    @property
     def run_folder(self) -> Path:
         """Where this run writes."""
         if self.output:
@@ -92,8 +99,10 @@ class Config:
             _require(getattr(self, name) >= 1, name, getattr(self, name), "a number of at least 1")
         for name in ("warmup_steps", "evaluate_every", "validation_sequences", "save_every", "seed"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or a positive number")
-        for name in ("lr", "eps", "weight_decay", "clip_norm"):
-            value = getattr(self, name)
+        for name, value in (
+            *(("lr", self.peak_lr), ("eps", self.eps), ("weight_decay", self.weight_decay)),
+            ("clip_norm", self.clip_norm),
+        ):
             _require(math.isfinite(value) and value >= 0, name, value, "finite and not negative")
         _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "between 0 and 1")
         _require(all(0 <= beta < 1 for beta in self.betas), "betas", self.betas, "two numbers in [0, 1)")

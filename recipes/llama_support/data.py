@@ -19,6 +19,7 @@ from .encode import Document, encode_rows
 from .errors import BadInput
 from .packing import collate, pack, trained_positions
 from .rows import read_jsonl, read_rows, split_rows
+from .world import World
 
 # torchdata 0.11 sets a telemetry flag that torch 2.13 is about to drop.
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
@@ -139,8 +140,11 @@ class Data:
     summary: str
 
 
-def load_data(config: Config, tokenizer: Any, rank: int, world_size: int) -> Data:
-    """Read, split, encode and pack what the config names. Raises BadInput; no collective inside."""
+def load_data(config: Config, tokenizer: Any, vocabulary: int, rank: int, world_size: int) -> Data:
+    """Read, split, encode and pack what the config names, for a model of `vocabulary` embeddings.
+
+    Raises BadInput; no collective inside.
+    """
     if config.validation_data is None:
         training_rows, validation_rows = split_rows(read_rows(config.data), config.validation_fraction)
     else:
@@ -148,6 +152,12 @@ def load_data(config: Config, tokenizer: Any, rank: int, world_size: int) -> Dat
     length = config.sequence_length
     training, report = encode_rows(training_rows, tokenizer, length, config.long_rows)
     validation, validation_report = encode_rows(validation_rows, tokenizer, length, config.long_rows)
+    largest = max(int(document.tokens.max()) for document in training + validation)
+    if largest >= vocabulary:
+        raise BadInput(
+            f"the tokenizer of {config.model} gives token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}), and"
+            f" its model has {vocabulary} embeddings; the two are of different models"
+        )
     validation_sequences = pack_documents(validation, length)[: config.validation_sequences or None]
     steps = TrainingSteps(
         training,
@@ -168,6 +178,17 @@ def load_data(config: Config, tokenizer: Any, rank: int, world_size: int) -> Dat
     )
     validation_batches = rank_batches(validation_sequences, length, config.micro_batch, rank, world_size)
     return Data(loader, validation_batches, steps.fingerprint, summary)
+
+
+def check_same_data(data: Data, world: World) -> None:
+    """Raise BadInput where ranks have read different data. All ranks must call."""
+    found = world.gather(data.fingerprint)
+    for rank, fingerprint in enumerate(found):
+        if fingerprint != found[0]:
+            raise BadInput(
+                f"ranks 0 and {rank} have read different data; give all machines the same files, the same Python"
+                " (--data stdlib) and the same transformers"
+            )
 
 
 def _fingerprint(documents: list[Document], sequence_length: int, seed: int) -> str:

@@ -34,12 +34,17 @@ def exit_on_bad_input(run: Callable[[], None]) -> None:
     try:
         run()
     except BadInput as error:
-        if int(os.environ.get("RANK", "0")) == 0:
+        if _speaks():
             print(f"error: {error}", file=sys.stderr)
         _leave_together(EXIT_BAD_INPUT)
     except Exception:
         traceback.print_exc()
         _leave(1)
+
+
+def _speaks() -> bool:
+    # Once the ranks can agree, all have the same to say. Before, each machine may have something of its own.
+    return int(os.environ.get("RANK" if dist.is_initialized() else "LOCAL_RANK", "0")) == 0
 
 
 def _leave_together(code: int) -> None:

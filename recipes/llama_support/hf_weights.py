@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from .errors import BadInput
 
@@ -80,10 +81,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 def read_into_shards(folder: Path, parameters: dict[str, Tensor]) -> None:
     """Fill `parameters` (plain tensors or DTensors, by their names in the files) in place. All ranks must call.
 
-    Each rank reads the bytes of its own shards only, converting to the parameter's dtype.
+    Each rank reads the bytes of its own shards only, converting to the parameter's dtype. Raises BadInput on every
+    rank where one cannot read.
     """
-    with torch.no_grad():
-        dcp.load(parameters, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    try:
+        with torch.no_grad():
+            dcp.load(parameters, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    except CheckpointException as error:  # which is no Exception, and raised on every rank
+        rank, (reason, _) = min(error.failures.items())
+        raise BadInput(f"rank {rank} could not read the weights of {folder} ({reason}); download them again") from error
 
 
 def stored_parameters(model: nn.Module, tied: bool) -> dict[str, Tensor]:

@@ -20,5 +20,5 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         {"params": others, "weight_decay": 0.0},
     ]
     if config.optimizer == "flash_adamw":
-        return fod.FlashAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, seed=config.seed)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        return fod.FlashAdamW(groups, lr=config.peak_lr, betas=config.betas, eps=config.eps, seed=config.seed)
+    return torch.optim.AdamW(groups, lr=config.peak_lr, betas=config.betas, eps=config.eps)

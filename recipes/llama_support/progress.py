@@ -79,7 +79,11 @@ def resume(config: Config, checkpointer: Checkpointer) -> Progress:
         raise BadInput(f"{error}; to start anew choose another --output") from error
     if step is None:
         return Progress(0, 0, config.steps)
-    saved = extras[_RUN]
+    saved = extras.get(_RUN)
+    if saved is None:
+        raise BadInput(
+            f"step {step} in {checkpointer.directory} was not written by this recipe; choose another --output"
+        )
     if saved["data"] != checkpointer.dataloader.dataset.fingerprint:
         raise BadInput(
             f"{checkpointer.directory} is of a run on other data (rows, tokenizer, --sequence-length or --seed have"
@@ -106,39 +110,51 @@ def save(config: Config, checkpointer: Checkpointer, progress: Progress, step: i
     Raises BadInput, on every rank, where it cannot be written, or the weights are no longer finite: the checkpoints
     that were there stay.
     """
-    if not weights_are_finite(checkpointer.model, world):
+    model = checkpointer.model
+    assert isinstance(model, nn.Module)
+    if not weights_are_finite(model, world):
         raise BadInput(
-            f"after step {step} the weights are not finite, so they were not saved; {way_back(checkpointer)}"
+            f"step {step} left weights that are not finite, which were not saved; {way_back(checkpointer, step)}"
         )
     run = {"first": progress.first, "steps": config.steps, "data": checkpointer.dataloader.dataset.fingerprint}
     try:
         checkpointer.save(step, extras={_RUN: run})
     except CheckpointError as error:
-        raise BadInput(f"{error}; make room or choose another --output; {way_back(checkpointer)}") from error
+        raise BadInput(f"{error}; make room or choose another --output; {way_back(checkpointer, step)}") from error
     return checkpointer.directory / step_name(step)
 
 
-def stop_unless_finite(checkpointer: Checkpointer, doing: str, **values: float) -> None:
-    """Raise BadInput, naming the last good checkpoint, if a value that is the same on all ranks is NaN or infinite."""
+def stop_unless_finite(checkpointer: Checkpointer, doing: str, weights_of: int, **values: float) -> None:
+    """Raise BadInput, naming the last good checkpoint, if one of `values` is NaN or infinite.
+
+    Args:
+        checkpointer: where the checkpoints are.
+        doing: what the values are of, for the message.
+        weights_of: how many steps the weights that gave the values had been trained.
+        values: numbers that are the same on all ranks.
+    """
     if not all(math.isfinite(value) for value in values.values()):
         shown = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
-        raise BadInput(f"{doing}: {shown}; nothing of it was applied; {way_back(checkpointer)}")
+        raise BadInput(f"{doing} has {shown}; training stops here; {way_back(checkpointer, weights_of)}")
 
 
-def way_back(checkpointer: Checkpointer) -> str:
-    """For messages: the newest checkpoint and how to go on from it."""
-    steps = checkpointer.steps()
+def way_back(checkpointer: Checkpointer, weights_of: int) -> str:
+    """For messages: the newest checkpoint that was seen to work, and how to go on from it.
+
+    That is one from before step `weights_of`: the step after it went well. One of `weights_of` itself holds the very
+    weights that gave trouble.
+    """
+    steps = [step for step in checkpointer.steps() if step < weights_of]
     if not steps:
-        return "no checkpoint was written yet; start again with a lower --lr or other data"
+        return "there is no earlier checkpoint; start again in another --output with a lower --lr or other data"
     return (
         f"the last good checkpoint is step {steps[-1]} in {checkpointer.directory}; go on from it with"
         f" --resume {steps[-1]} and a lower --lr"
     )
 
 
-def weights_are_finite(model: Any, world: World) -> bool:
+def weights_are_finite(model: nn.Module, world: World) -> bool:
     """Whether every element of every rank's shards is finite. All ranks must call."""
-    assert isinstance(model, nn.Module)
     bad = torch.zeros((), dtype=torch.int64, device=world.device)
     with torch.no_grad():
         for parameter in model.parameters():

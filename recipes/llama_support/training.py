@@ -81,10 +81,10 @@ def learning_rate(config: Config, step: int) -> float:
     """
     warmup = min(config.warmup_steps, config.steps)
     if step <= warmup:
-        return config.lr * step / warmup
+        return config.peak_lr * step / warmup
     progress = min(1.0, (step - warmup) / (config.steps - warmup))
     low = config.min_lr_ratio
-    return config.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))
+    return config.peak_lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: int) -> float:

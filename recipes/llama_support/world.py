@@ -76,15 +76,16 @@ def start_world(device: str = "auto") -> World:
     Args:
         device: "cuda" (NCCL, one GPU per local rank), "cpu" (gloo), or "auto": cuda where there is a GPU.
 
-    All ranks must call. Raises BadInput where "cuda" has no GPU for this rank.
+    All ranks must call. Raises BadInput where this machine has fewer GPUs than processes.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if kind == "cuda":
-        if local_rank >= torch.cuda.device_count():
+        processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if processes > gpus:
             raise BadInput(
-                f"local rank {local_rank} has no GPU: this machine shows {torch.cuda.device_count()}; start as many"
-                " processes as there are GPUs (torchrun --nproc-per-node), or use --device cpu"
+                f"{processes} processes on a machine that shows {gpus} GPUs; start as many as there are GPUs"
+                " (torchrun --nproc-per-node), or use --device cpu"
             )
         torch.cuda.set_device(local_rank)
     place = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")

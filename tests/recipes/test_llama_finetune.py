@@ -20,6 +20,7 @@ from llama_support.config import Config
 from llama_support.errors import BadInput
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from flashoptim_dist.checkpoint import format_check
 from tests.pool import run_ranks
 from tests.recipes.inputs import ROOT, write_rows, write_tiny_model
 
@@ -151,7 +152,7 @@ def test_weights_that_are_not_finite_stop_the_run_before_it_starts(inputs: dict[
     spoiled = write_tiny_model(tmp_path / "spoiled", spoil=True)
     texts = run_ranks(2, _train, {**inputs, "model": str(spoiled), "output": str(tmp_path / "run")})
     assert len(set(texts)) == 1
-    assert "validation after step 0: loss nan" in str(texts[0])
+    assert "validation after step 0 has loss nan" in str(texts[0])
 
 
 def test_a_step_that_goes_nan_names_the_last_good_checkpoint(inputs: dict[str, Any], tmp_path: Path) -> None:
@@ -161,6 +162,36 @@ def test_a_step_that_goes_nan_names_the_last_good_checkpoint(inputs: dict[str, A
     assert len(set(texts)) == 1
     assert f"the last good checkpoint is step 4 in {tmp_path / 'checkpoints'}" in str(texts[0])
     assert run_ranks(2, _train, {**values, "resume": "4"}) == [None, None]
+
+
+def test_a_checkpoint_of_weights_that_failed_is_not_called_good(inputs: dict[str, Any], tmp_path: Path) -> None:
+    values = {**inputs, "output": str(tmp_path), "save_every": 1, "evaluate_every": 0}
+    assert run_ranks(2, _train, values, 3) == ["cut off", "cut off"]
+    # Step 3 leaves weights near the largest bf16: finite, so they are saved, and too large to train on.
+    texts = run_ranks(2, _train, {**values, "lr": 1e38})
+    assert len(set(texts)) == 1
+    assert "step 4 has" in str(texts[0])
+    assert "the last good checkpoint is step 2" in str(texts[0])
+    assert run_ranks(2, _train, {**values, "resume": "2"}) == [None, None]
+
+
+def _train_as_layout(version: int, values: dict[str, Any]) -> str | None:
+    """Train where checkpoints have this layout version."""
+    kept = format_check.LAYOUT_VERSION
+    format_check.LAYOUT_VERSION = version
+    try:
+        return _train(values)
+    finally:
+        format_check.LAYOUT_VERSION = kept
+
+
+def test_a_checkpoint_of_another_format_version_is_refused(inputs: dict[str, Any], tmp_path: Path) -> None:
+    values = {**inputs, "output": str(tmp_path), "steps": 2}
+    assert run_ranks(2, _train, values) == [None, None]
+    texts = run_ranks(2, _train_as_layout, format_check.LAYOUT_VERSION + 1, values)
+    assert len(set(texts)) == 1
+    assert "layout version" in str(texts[0])
+    assert "another --output" in str(texts[0])
 
 
 def _spoil_row(inputs: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -229,9 +260,10 @@ def _options(values: dict[str, Any]) -> list[str]:
     return [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def _run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+def _run(arguments: list[str], ranks: int = 2, timeout: float = 280) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(_torchrun(arguments), capture_output=True, text=True, timeout=280, env=environment)
+    command = _torchrun(arguments, ranks)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
 
 
 def test_torchrun_trains_and_saves(inputs: dict[str, Any], tmp_path: Path) -> None:
@@ -240,6 +272,34 @@ def test_torchrun_trains_and_saves(inputs: dict[str, Any], tmp_path: Path) -> No
     assert "step 2: validation loss" in done.stdout
     assert "bytes/param" in done.stdout
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step-00000002"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["flash_adamw", "adamw"])
+def test_all_gpus_train_save_and_go_on(inputs: dict[str, Any], tmp_path: Path, optimizer: str) -> None:
+    values = {**inputs, "steps": 4, "optimizer": optimizer, "device": "cuda", "output": str(tmp_path)}
+    for _ in range(2):
+        done = _run(_options(values), torch.cuda.device_count())
+        assert done.returncode == 0, done.stderr
+    training = [record for record in _metrics(tmp_path) if record["kind"] == "train"]
+    assert [record["step"] for record in training] == list(range(1, 9))
+    assert training[-1]["loss"] < training[0]["loss"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_the_default_run_learns_and_both_optimizers_agree(tmp_path: Path) -> None:
+    for optimizer in ("flash_adamw", "adamw"):
+        options = _options({"optimizer": optimizer, "device": "cpu", "output": str(tmp_path / optimizer)})
+        done = _run(options, timeout=850)
+        assert done.returncode == 0, done.stderr
+    flash, plain = (_metrics(tmp_path / optimizer) for optimizer in ("flash_adamw", "adamw"))
+    assert flash[-1]["loss"] <= 0.75 * flash[0]["loss"]
+    assert flash[-1]["loss"] == pytest.approx(plain[-1]["loss"], rel=0.01)
+    parameters = 5_181_408
+    step = f"step-{flash[-1]['step']:08d}"
+    assert _bytes(tmp_path / "flash_adamw" / "checkpoints" / step) <= 5.2 * parameters
+    assert _bytes(tmp_path / "adamw" / "checkpoints" / step) >= 12 * parameters
 
 
 @pytest.mark.full
