@@ -68,6 +68,8 @@ def read_llama_config(folder: Path, sequence_length: int) -> LlamaConfig:
 
 def load_tokenizer(folder: Path) -> Any:
     """The folder's tokenizer, which must be a fast one. Raises BadInput."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        raise BadInput(f"model folder {folder} has no tokenizer.json; copy the model's tokenizer files into it")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:

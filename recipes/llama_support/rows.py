@@ -49,7 +49,8 @@ def read_rows(data: str) -> list[Row]:
 def read_jsonl(path: Path) -> list[Row]:
     """The rows of a JSONL file, blank lines skipped. BadInput names the file and the line that cannot be used."""
     if not path.is_file():
-        raise BadInput(f"data file {path} does not exist; give --data FILE.jsonl, or --data stdlib")
+        problem = "is not a file" if path.exists() else "does not exist"
+        raise BadInput(f"data file {path} {problem}; give --data FILE.jsonl, or --data stdlib")
     rows = []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):

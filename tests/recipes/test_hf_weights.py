@@ -14,7 +14,7 @@ import torch.distributed as dist
 from llama_support.config import Config
 from llama_support.errors import BadInput
 from llama_support.hf_weights import INDEX_NAME, check_weights, read_header
-from llama_support.model import DEBUG_MODEL, build_model, check_model, read_llama_config
+from llama_support.model import DEBUG_MODEL, build_model, check_model, load_tokenizer, read_llama_config
 from llama_support.packing import document_causal_mask
 from llama_support.world import World
 from torch import Tensor
@@ -201,6 +201,14 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(BadInput, match="is not JSON"):
         read_llama_config(tmp_path, 96)
+
+
+def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"has no tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(BadInput, match="cannot load a tokenizer"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_header_says_shapes_and_dtypes(tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ def test_an_empty_file(tmp_path: Path, content: str) -> None:
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="does not exist"):
         read_rows(str(tmp_path / "none.jsonl"))
+    with pytest.raises(BadInput, match="is not a file"):
+        read_rows(str(tmp_path))
 
 
 def test_a_row_keeps_its_side_whatever_the_others_are() -> None:
