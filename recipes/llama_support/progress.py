@@ -21,6 +21,7 @@ from .errors import BadInput
 from .world import World
 
 _RUN = "run"
+_GROUP_OPTIONS = ("betas", "eps", "weight_decay")
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,17 @@ def resume(config: Config, checkpointer: Checkpointer) -> Progress:
     wanted = int(config.resume) if config.resume.isdecimal() else None
     if wanted is not None and wanted not in steps:
         raise BadInput(f"--resume {wanted}: {checkpointer.directory} holds the steps {steps}; give one of these")
+    optimizer = checkpointer.optimizer
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    options = [{name: group[name] for name in _GROUP_OPTIONS} for group in optimizer.param_groups]
     extras: dict[str, Any] = {}
     try:
         step = checkpointer.load(wanted, extras=extras)
     except CheckpointError as error:
         raise BadInput(f"{error}; to start anew choose another --output") from error
+    # The command line has the last word, also where the checkpoint was trained with another weight decay.
+    for group, own in zip(optimizer.param_groups, options):
+        group.update(own)
     if step is None:
         return Progress(0, 0, config.steps)
     saved = extras.get(_RUN)

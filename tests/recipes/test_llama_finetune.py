@@ -69,11 +69,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def _state(run: Path, step: int) -> dict[str, torch.Tensor]:
+def _saved(run: Path, step: int) -> dict[str, Any]:
     target = run / f"state-{step}.pt"
     dcp_to_torch_save(run / "checkpoints" / f"step-{step:08d}", target)
-    loaded = torch.load(target, weights_only=False)
-    return {name: value for name, value in _flat(loaded).items() if isinstance(value, torch.Tensor)}
+    loaded: dict[str, Any] = torch.load(target, weights_only=False)
+    return loaded
+
+
+def _state(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in _flat(_saved(run, step)).items() if isinstance(value, torch.Tensor)}
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -131,6 +135,17 @@ def test_a_run_goes_on_with_another_number_of_ranks(inputs: dict[str, Any], tmp_
     assert run_ranks(1, _train, {**inputs, "output": str(mixed)}) == [None]
     for one, other in zip(_metrics(of_two), _metrics(mixed), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=2e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["flash_adamw", "adamw"])
+def test_options_may_change_on_resuming(inputs: dict[str, Any], tmp_path: Path, optimizer: str) -> None:
+    values = {**inputs, "steps": 4, "optimizer": optimizer, "output": str(tmp_path)}
+    assert run_ranks(2, _train, values, 3) == ["cut off", "cut off"]
+    changes = {"weight_decay": 0.5, "betas": (0.8, 0.9), "activation_checkpointing": "none", "global_batch": 4}
+    assert run_ranks(2, _train, {**values, **changes}) == [None, None]
+    groups = _saved(tmp_path, 4)["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
+    assert [tuple(group["betas"]) for group in groups] == [(0.8, 0.9)] * 2
 
 
 def test_both_optimizers_train_alike(inputs: dict[str, Any], tmp_path: Path) -> None:
