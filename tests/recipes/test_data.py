@@ -21,6 +21,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.recipes.inputs import write_rows
 
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 under torch 2.13
+
 
 def _documents(count: int = 50) -> list[Document]:
     # Every document has tokens of its own, so a batch says which documents it holds.
