@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashoptim_dist.formats.exact import square_root
 from flashoptim_dist.formats.rounding import round_momentum, round_variance
 from flashoptim_dist.formats.spec import MOMENTUM_LEVELS, VARIANCE_FLOOR, VARIANCE_LEVELS
 
@@ -61,7 +62,7 @@ def encode_momentum(momentum: Tensor, noise: Tensor | None = None) -> tuple[Tens
     scale = group_scale(size)
     divisor = scale.to(torch.float32).unsqueeze(-1)
     ratio = size / torch.where(divisor > 0, divisor, 1.0)
-    code = torch.sqrt(ratio) * MOMENTUM_LEVELS
+    code = square_root(ratio) * MOMENTUM_LEVELS
     code = torch.copysign(code, momentum).clamp_(-MOMENTUM_LEVELS, MOMENTUM_LEVELS).nan_to_num_(nan=0.0)
     code = round_momentum(code, noise).clamp_(-MOMENTUM_LEVELS, MOMENTUM_LEVELS)
     return code.to(torch.int8), scale
@@ -83,11 +84,11 @@ def encode_variance(variance: Tensor, noise: Tensor | None = None) -> tuple[Tens
     Returns:
         (codes uint8 [..., 32], scales bf16 [...] of sqrt(v)).
     """
-    root = torch.sqrt(variance)
+    root = square_root(variance)
     scale = group_scale(root, LARGEST_VARIANCE_SCALE)
     divisor = scale.to(torch.float32).unsqueeze(-1)
     ratio = root / torch.where(divisor > 0, divisor, 1.0)
-    code = (torch.sqrt(ratio) * VARIANCE_LEVELS).nan_to_num_(nan=VARIANCE_LEVELS).clamp_(max=VARIANCE_LEVELS)
+    code = (square_root(ratio) * VARIANCE_LEVELS).nan_to_num_(nan=VARIANCE_LEVELS).clamp_(max=VARIANCE_LEVELS)
     # An exact integer is its own rounding, so the floor may come first.
     code = torch.where(variance == 0, 0.0, code.clamp_(min=VARIANCE_FLOOR))
     return round_variance(code, noise).to(torch.uint8), scale

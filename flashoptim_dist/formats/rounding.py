@@ -76,19 +76,24 @@ def noise_words(index: Tensor, key: int, step: int) -> Tensor:
     Returns:
         int32 tensor of the same shape.
     """
-    return scramble(index.to(torch.int32) * as_int32(HASH_STRIDE) + key, step)
+    return scramble(index.to(torch.int32) * as_int32(HASH_STRIDE) + key, rotation(step))
 
 
-def scramble(x: Tensor, step: int) -> Tensor:
-    """Turn hash inputs ``index * HASH_STRIDE + key`` (int32, wrapped around, any shape) into the noise words of a step.
+def rotation(step: int) -> int:
+    """Return what a step adds to every word, as a signed int32."""
+    return as_int32(step * ROTATION)
 
-    The input is overwritten.
+
+def scramble(x: Tensor, added: int | Tensor) -> Tensor:
+    """Turn hash inputs ``index * HASH_STRIDE + key`` (int32, wrapped around, any shape) into noise words.
+
+    ``added`` is :func:`rotation` of the step. The input is overwritten.
     """
     first, second = HASH_SHIFTS
     x ^= (x >> first) & ((1 << (32 - first)) - 1)
     x *= as_int32(HASH_MULTIPLIER)
     x ^= (x >> second) & ((1 << (32 - second)) - 1)
-    x += as_int32(step * ROTATION)
+    x += added
     return x
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashoptim_dist.formats.exact import square_root
+
 Rule = Callable[[Tensor, Tensor, tuple[Tensor, ...], Any], tuple[Tensor, tuple[Tensor, ...]]]
 """(weight, gradient, moments, scalars) -> (new weight, new moments), all fp32 and of one shape."""
 
@@ -100,7 +102,7 @@ def adam_update(
         gradient = gradient + weight * scalars.l2
     momentum = momentum * scalars.beta1 + gradient * (1.0 - scalars.beta1)
     variance = variance * scalars.beta2 + gradient * gradient * (1.0 - scalars.beta2)
-    denominator = torch.sqrt(variance) / scalars.correction2 + scalars.eps
+    denominator = square_root(variance) / scalars.correction2 + scalars.eps
     if scalars.decay != 1.0:
         weight = weight * scalars.decay
     weight = weight - momentum / denominator * scalars.step_size

@@ -1,0 +1,256 @@
+"""The step of a block on CPU without a compiler: the definition's bits, in few passes over memory that stays in cache.
+
+Each pass is one torch operation into a kept buffer (``scratch``). What makes the definition slow is left out where one
+cheap look at the block shows that it changes nothing: a sum of squares tells that all weights are finite and far from
+overflow, a group's largest element that all moments are. A block with anything else in it goes through the definition.
+
+Numbers come as 0-dim tensors, which cost torch half the time of a Python number per call. Codes are rounded by adding
+a number so large that the sum's last bit is the unit (ties go to even, as in torch.round); the code is then in the low
+bits of the sum's pattern.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashoptim_dist.formats import GROUP_SIZE, merge
+from flashoptim_dist.formats.exact import square_root
+from flashoptim_dist.formats.moments import LARGEST_MOMENTUM_SCALE, LARGEST_VARIANCE_SCALE
+from flashoptim_dist.formats.rounding import HASH_MULTIPLIER, HASH_SHIFTS, as_int32, rotation
+from flashoptim_dist.formats.spec import MOMENTUM_LEVELS, VARIANCE_FLOOR, VARIANCE_LEVELS
+from flashoptim_dist.optim import definition
+from flashoptim_dist.optim.blocks import Block, MomentTensors
+from flashoptim_dist.optim.rules import Rule, contain_overflow
+from flashoptim_dist.optim.scratch import Scratch, Views
+
+_SIGN = 0x80000000
+
+
+def _int32(value: int) -> Tensor:
+    return torch.tensor(as_int32(value), dtype=torch.int32, device="cpu")
+
+
+def _float32(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
+
+
+_FIRST_SHIFT, _SECOND_SHIFT = map(_int32, HASH_SHIFTS)
+_FIRST_MASK, _SECOND_MASK = (_int32((1 << (32 - shift)) - 1) for shift in HASH_SHIFTS)
+_MULTIPLIER = _int32(HASH_MULTIPLIER)
+_SIGN_BIT, _LOW_16, _LOW_8, _HALF_16, _HALF_8 = map(_int32, (_SIGN, 0xFFFF, 0xFF, 0x8000, 0x80))
+_EIGHT, _SIXTEEN = _int32(8), _int32(16)
+_TO_BF16_MASK, _SMALLEST_BF16 = _int32(-0x10000), _int32(0x10000)
+
+_MOMENTUM_UNIT, _VARIANCE_UNIT = _float32(1.0 / MOMENTUM_LEVELS), _float32(1.0 / VARIANCE_LEVELS)
+_MOMENTUM_LEVELS, _VARIANCE_LEVELS = _float32(MOMENTUM_LEVELS), _float32(VARIANCE_LEVELS)
+# With noise, codes are rounded to 1/256 and 1/32768 first.
+_MOMENTUM_FINE, _VARIANCE_FINE = _float32(MOMENTUM_LEVELS * 256.0), _float32(VARIANCE_LEVELS * 32768.0)
+_MOMENTUM_ROUNDER, _VARIANCE_ROUNDER = _float32(1.5 * 2**23), _float32(2.0**23)
+# The variance's noise arrives as noise - 2**15 (see _noise); half of what is missing, for the sum is doubled.
+_VARIANCE_FINE_ROUNDER = _float32(2.0**23 + 2.0**14)
+
+
+def step_block(block: Block, rule: Rule, scratch: Scratch) -> None:
+    """Update the weight, the correction and the moments of a block of CPU tensors in place."""
+    views = scratch.views(block.weight.numel(), len(block.moments))
+    words = _noise(block, views) if needs_noise(block) else None
+    master = load_master(block, views)
+    gradient = load_gradient(block, views)
+    before = tuple(_load_moment(moment, views, number) for number, moment in enumerate(block.moments))
+    master, after = rule(master, gradient, before, scalar_tensors(block.scalars))
+    # The gradient's memory is used again now.
+    _store_moments(block, tuple(value.clone() if value is gradient else value for value in after), words, views)
+    store_master(block, master, words, views)
+
+
+def needs_noise(block: Block) -> bool:
+    """Return whether anything that this block stores is rounded stochastically."""
+    return block.noise_start is not None and (block.compressed or corrects_stochastically(block))
+
+
+def corrects_stochastically(block: Block) -> bool:
+    """Return whether the correction drops bits by noise: 16 bits of it hold all there is."""
+    return block.noise_start is not None and block.correction is not None and block.correction.dtype == torch.int8
+
+
+@lru_cache(maxsize=64)
+def scalar_tensors(scalars: Any) -> Any:
+    """Return a rule's scalars with 0-dim fp64 tensors for floats; 0 and 1, which switch parts of a rule off, stay."""
+    changed = {
+        field.name: torch.tensor(value, dtype=torch.float64, device="cpu")
+        for field in dataclasses.fields(scalars)
+        if isinstance(value := getattr(scalars, field.name), float) and value not in (0.0, 1.0)
+    }
+    return dataclasses.replace(scalars, **changed)
+
+
+# ------------------------------------------------------------------------------------------- noise
+
+
+def _noise(block: Block, views: Views) -> Tensor:
+    """Return noise words with the highest bit flipped: shifted right by 16, they are the variance's noise - 2**15."""
+    words, spare, start = views.words, views.spare, block.noise_start
+    if isinstance(start, Tensor):
+        torch.add(start, views.lanes, out=words.view(-1, GROUP_SIZE))
+    else:
+        assert start is not None
+        torch.add(views.ramp, _int32(start), out=words)
+    torch.bitwise_right_shift(words, _FIRST_SHIFT, out=spare).bitwise_and_(_FIRST_MASK)
+    words.bitwise_xor_(spare).mul_(_MULTIPLIER)
+    torch.bitwise_right_shift(words, _SECOND_SHIFT, out=spare).bitwise_and_(_SECOND_MASK)
+    return words.bitwise_xor_(spare).add_(_int32(rotation(block.step) + _SIGN))
+
+
+def _plain(words: Tensor | None) -> Tensor | None:
+    """Return noise words as the definition has them."""
+    return None if words is None else words ^ _SIGN_BIT
+
+
+# ------------------------------------------------------------------------------------------- weights
+
+
+def _ordinary(master: Tensor) -> bool:
+    """Return whether all weights are finite and far from overflow; the sum itself is not used."""
+    return float(torch.dot(master, master)) < math.inf
+
+
+def load_master(block: Block, views: Views) -> Tensor:
+    """Return the fp32 master weights of a block: the weight itself, or in scratch memory."""
+    weight, correction = block.weight, block.correction
+    if weight.dtype == torch.float32:
+        return weight
+    if correction is None:
+        return views.master.copy_(weight)
+    if weight.dtype == torch.bfloat16:
+        views.master.copy_(weight)
+        views.spare.copy_(correction)
+        # Sign and magnitude add at once, since no ordinary weight borrows from the sign.
+        views.master_bits.add_(views.spare, alpha=256 if correction.dtype == torch.int8 else 1)
+        if _ordinary(views.master):
+            return views.master
+    return views.master.copy_(merge(weight, correction))
+
+
+def load_gradient(block: Block, views: Views) -> Tensor:
+    """Return the fp32 gradient: the tensor itself, or in scratch memory."""
+    gradient = block.gradient
+    if gradient.dtype != torch.float32:
+        gradient = views.gradient.copy_(gradient)
+    if block.gradient_factor == 1.0:
+        return gradient
+    return torch.mul(gradient, block.gradient_factor, out=views.gradient)
+
+
+def store_master(block: Block, master: Tensor, words: Tensor | None, views: Views) -> None:
+    """Store fp32 master weights, which are overwritten unless they are the weight itself.
+
+    ``words``: of :func:`_noise`, of which only the low 8 bits count; overwritten.
+    """
+    correction = block.correction
+    if correction is None:
+        if master is not block.weight:
+            block.weight.copy_(master)
+        return
+    if block.weight.dtype != torch.bfloat16 or not _ordinary(master):
+        definition.store_weight(block, master, words)
+        return
+    bits, spare = master.view(torch.int32), views.spare
+    if correction.dtype == torch.int8:
+        # The correction is bits 8 to 15: what the rounded weight takes away is a multiple of 2**16.
+        bits.add_(_HALF_8 if words is None else words.bitwise_and_(_LOW_8))
+        correction.copy_(torch.bitwise_right_shift(bits, _EIGHT, out=spare))
+    else:
+        correction.copy_(bits)
+    block.weight.view(torch.int16).copy_(bits.add_(_HALF_16).bitwise_right_shift_(_SIXTEEN))
+
+
+# ------------------------------------------------------------------------------------------- moments
+
+
+def _load_moment(moment: MomentTensors, views: Views, number: int) -> Tensor:
+    if moment.scale is None:
+        return moment.values
+    value = views.moments[number].copy_(moment.values)
+    scale = moment.scale.to(torch.float32).view(-1, 1)
+    if moment.signed:
+        value.mul_(_MOMENTUM_UNIT).mul_(torch.abs(value, out=views.spare_float))
+        value.view(-1, GROUP_SIZE).mul_(scale)
+        return value
+    value.mul_(_VARIANCE_UNIT).mul_(value)
+    value.view(-1, GROUP_SIZE).mul_(scale)
+    return value.mul_(value)
+
+
+def _store_moments(block: Block, after: tuple[Tensor, ...], words: Tensor | None, views: Views) -> None:
+    # The variance comes first: where it overflowed, the momentum changes too.
+    for number in reversed(range(len(after))):
+        moment, value = block.moments[number], after[number]
+        if moment.scale is None:
+            if value is not moment.values:
+                moment.values.copy_(value)
+        elif not (_store_momentum if moment.signed else _store_variance)(moment, value, words, views):
+            contained = contain_overflow(after)
+            for other in range(number + 1):
+                definition.store_moment(block.moments[other], contained[other], _plain(words))
+            return
+
+
+def _divide_by_scale(moment: MomentTensors, views: Views, largest: int) -> bool:
+    """Store the scales of the magnitudes in ``size`` and divide by them; False where a scale is out of the ordinary."""
+    groups = torch.amax(views.size_bits.view(-1, GROUP_SIZE), dim=-1, out=views.groups)
+    if int(groups.max()) > largest << 16:
+        return False
+    groups.add_(_LOW_16).bitwise_and_(_TO_BF16_MASK)
+    scale = groups.view(torch.float32)
+    assert moment.scale is not None
+    moment.scale.copy_(scale)
+    # An all-zero group is divided by the smallest scale there is.
+    torch.maximum(groups, _SMALLEST_BF16, out=groups)
+    views.size.view(-1, GROUP_SIZE).div_(scale.view(-1, 1))
+    return True
+
+
+def _store_momentum(moment: MomentTensors, value: Tensor, words: Tensor | None, views: Views) -> bool:
+    """Encode and store a momentum; return False, with nothing stored, where the definition must do it."""
+    size, bits, spare = views.size, views.size_bits, views.spare
+    torch.abs(value, out=size)
+    if not _divide_by_scale(moment, views, LARGEST_MOMENTUM_SCALE):
+        return False
+    square_root(size, out=size).mul_(_MOMENTUM_LEVELS if words is None else _MOMENTUM_FINE)
+    bits.bitwise_or_(torch.bitwise_and(value.view(torch.int32), _SIGN_BIT, out=spare))
+    size.add_(_MOMENTUM_ROUNDER)
+    if words is None:
+        moment.values.copy_(bits)
+        return True
+    # (256 * code + noise) / 256, all times 256: the 8 bits below the noise change nothing.
+    torch.bitwise_and(words, _LOW_16, out=spare)
+    moment.values.copy_(spare.add_(bits, alpha=256).bitwise_right_shift_(_SIXTEEN))
+    return True
+
+
+def _store_variance(moment: MomentTensors, value: Tensor, words: Tensor | None, views: Views) -> bool:
+    """Encode and store a variance; return False, with nothing stored, where the definition must do it."""
+    size, bits, spare, codes = views.size, views.size_bits, views.spare, moment.values
+    square_root(value, out=size)
+    smallest = float(size.amin())
+    # A NaN can have its sign set and then is no largest pattern; it is the minimum of floats in any case.
+    if math.isnan(smallest) or not _divide_by_scale(moment, views, LARGEST_VARIANCE_SCALE):
+        return False
+    square_root(size, out=size)
+    if words is None:
+        size.mul_(_VARIANCE_LEVELS).add_(_VARIANCE_ROUNDER)
+        codes.copy_(bits)
+    else:
+        size.mul_(_VARIANCE_FINE).add_(_VARIANCE_FINE_ROUNDER)
+        torch.bitwise_right_shift(words, _SIXTEEN, out=spare)
+        codes.copy_(spare.add_(bits, alpha=2).bitwise_right_shift_(_SIXTEEN))
+    codes.clamp_(min=VARIANCE_FLOOR)
+    if smallest == 0.0:
+        codes.mul_(views.bytes.copy_(torch.sign(value, out=size)))
+    return True

@@ -1,0 +1,101 @@
+"""Working memory of the step on CPU: buffers that are kept, so that a step allocates next to nothing."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashoptim_dist.formats import GROUP_SIZE
+from flashoptim_dist.formats.rounding import HASH_STRIDE, as_int32
+from flashoptim_dist.optim.blocks import Staging
+
+_MOST_SIZES = 64
+
+
+@dataclass(frozen=True)
+class Views:
+    """Buffers for a block of one length, flat. ``_bits`` names are the int32 patterns of the fp32 buffer before.
+
+    ``size`` shares memory with ``gradient``: a step is done with the gradient when it encodes. ``ramp``: the hash
+    inputs of elements 0, 1, 2, ...; ``lanes``: its first 32; ``groups``: one int32 per group.
+    """
+
+    words: Tensor
+    spare: Tensor
+    spare_float: Tensor
+    master: Tensor
+    master_bits: Tensor
+    gradient: Tensor
+    size: Tensor
+    size_bits: Tensor
+    moments: tuple[Tensor, ...]
+    groups: Tensor
+    bytes: Tensor
+    ramp: Tensor
+    lanes: Tensor
+
+
+class Scratch:
+    """The buffers of one thread."""
+
+    def __init__(self) -> None:
+        self.staging = Staging()
+        self._capacity = 0
+        self._buffers: list[Tensor] = []
+        self._ramp = self._bytes = self._groups = torch.empty(0)
+        self._views: dict[tuple[int, int], Views] = {}
+
+    def views(self, elements: int, moments: int) -> Views:
+        """Return buffers for a block of this many elements and moments."""
+        found = self._views.get((elements, moments))
+        if found is None:
+            # Tensors made in inference mode could not be written outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                found = self._make(elements, moments)
+        return found
+
+    def _make(self, elements: int, moments: int) -> Views:
+        padded = -(-elements // GROUP_SIZE) * GROUP_SIZE
+        if padded > self._capacity:
+            self._capacity = padded
+            self._buffers = []
+            self._views = {}
+            self._ramp = torch.arange(padded, dtype=torch.int32, device="cpu") * as_int32(HASH_STRIDE)
+            self._bytes = torch.empty(padded, dtype=torch.uint8, device="cpu")
+            self._groups = torch.empty(padded // GROUP_SIZE, dtype=torch.int32, device="cpu")
+        while len(self._buffers) < 4 + moments:
+            self._buffers.append(torch.empty(self._capacity, dtype=torch.int32, device="cpu"))
+        if len(self._views) >= _MOST_SIZES:
+            self._views.pop(next(iter(self._views)))
+        words, spare, master, gradient, *values = (buffer[:elements] for buffer in self._buffers)
+        views = Views(
+            words=words,
+            spare=spare,
+            spare_float=spare.view(torch.float32),
+            master=master.view(torch.float32),
+            master_bits=master,
+            gradient=gradient.view(torch.float32),
+            size=gradient.view(torch.float32),
+            size_bits=gradient,
+            moments=tuple(value.view(torch.float32) for value in values[:moments]),
+            groups=self._groups[: elements // GROUP_SIZE],
+            bytes=self._bytes[:elements],
+            ramp=self._ramp[:elements],
+            lanes=self._ramp[:GROUP_SIZE],
+        )
+        self._views[(elements, moments)] = views
+        return views
+
+
+_threads = threading.local()
+
+
+def scratch_of_thread() -> Scratch:
+    """Return the scratch memory of the calling thread."""
+    scratch: Scratch | None = getattr(_threads, "scratch", None)
+    if scratch is None:
+        scratch = _threads.scratch = Scratch()
+    return scratch
