@@ -21,8 +21,9 @@ from flashoptim_dist.kernels.device import (
     float_of,
     is_rare,
     merge_weight,
+    momentum_scale_bits,
     noise_words,
-    round_up_to_bf16,
+    root_scale_bits,
     split_weight,
 )
 from flashoptim_dist.kernels.layout import (
@@ -58,9 +59,11 @@ from flashoptim_dist.kernels.layout import (
     WEIGHT,
     WEIGHT_STRIDES,
 )
-from flashoptim_dist.kernels.tile import general_noise, group_positions, segment_pointer, strided_offsets
+from flashoptim_dist.kernels.tile import general_noise, group_positions, locate_group, segment_pointer, strided_offsets
 
 _INFINITY = tl.constexpr(float("inf"))
+# Tiles with sqrt(v) of 2**51 and more are rare. A gradient whose square overflows makes it 2**64 sqrt(1 - beta2).
+_RARITY = tl.constexpr(2.0**77)
 
 
 @triton.jit
@@ -89,16 +92,21 @@ def _compressed_update(
     """(weight, momentum, sqrt(variance), their scales before rounding), fp32, from what is stored and the gradient.
 
     GUARDED is for tiles that are rare: it reads stale corrections right, keeps elements that are not finite out of
-    the scales (momentum 0, variance the group's largest), and brings weights into the range that ``split_weight``
-    encodes.
+    the scales (momentum 0, variance the group's largest), freezes elements whose squared gradient overflows, and
+    brings weights into the range that ``split_weight`` encodes.
     """
-    w = merge_weight(p, e, BITS, GUARDED or HAS_L2)
+    w = merge_weight(p, e, BITS, GUARDED)
     if HAS_L2:
         g = g * factor + w * l2
+    if GUARDED:
+        # The product, not the root, decides: the root reaches further than the square.
+        square = g * g if HAS_L2 else (g * factor) * (g * factor)
     m = tl.fma(g, to_momentum + tl.zeros_like(g), decode_momentum(m, ms * (beta1 * (1.0 / 16129.0))))
     root = decode_root_variance(v, vs * (root_beta2 * (1.0 / 65025.0)))
     g = g * to_variance
     root = fast_sqrt(tl.fma(g, g, root * root))
+    if GUARDED:
+        root = tl.where(square == _INFINITY, _INFINITY, root)
     denominator = tl.fma(root, inverse_correction2 + tl.zeros_like(root), eps + tl.zeros_like(root))
     w = tl.fma(m * -step_size, fast_reciprocal(denominator), w * decay)
     if GUARDED:
@@ -110,8 +118,103 @@ def _compressed_update(
     v_scale = tl.max(root, axis=1, keep_dims=True)
     if GUARDED:
         v_scale = tl.maximum(v_scale, 0.0)
-        root = tl.where(root >= 0.0, root, float_of(round_up_to_bf16(v_scale)))
+        largest = float_of(root_scale_bits(v_scale))
+        root = tl.where(root >= 0.0, tl.minimum(root, largest), largest)
     return w, m, root, m_scale, v_scale
+
+
+@triton.jit
+def _pointers(
+    segment,
+    WEIGHT_DTYPE: tl.constexpr,
+    GRADIENT_DTYPE: tl.constexpr,
+    BITS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    GENERAL: tl.constexpr,
+):
+    """Pointers to weight, gradient, correction, momentum, its scales, variance and its scales of a segment."""
+    wide: tl.constexpr = 4 if GENERAL else 16
+    narrow: tl.constexpr = 1 if GENERAL else 16
+    weight_alignment: tl.constexpr = (WEIGHT_DTYPE.primitive_bitwidth // 8) if GENERAL else 16
+    gradient_alignment: tl.constexpr = (GRADIENT_DTYPE.primitive_bitwidth // 8) if GENERAL else 16
+    p_ptr = segment_pointer(segment, WEIGHT, WEIGHT_DTYPE, weight_alignment)
+    g_ptr = segment_pointer(segment, GRADIENT, GRADIENT_DTYPE, gradient_alignment)
+    correction_dtype: tl.constexpr = tl.int16 if BITS == 16 else tl.int8
+    e_ptr = segment_pointer(segment, CORRECTION, correction_dtype, (BITS // 8) if GENERAL and BITS else narrow)
+    m_dtype: tl.constexpr = tl.int8 if QUANTIZED else tl.float32
+    v_dtype: tl.constexpr = tl.uint8 if QUANTIZED else tl.float32
+    m_ptr = segment_pointer(segment, MOMENT_0, m_dtype, narrow if QUANTIZED else wide)
+    v_ptr = segment_pointer(segment, MOMENT_1, v_dtype, narrow if QUANTIZED else wide)
+    ms_ptr = segment_pointer(segment, SCALE_0, tl.bfloat16, 2)
+    vs_ptr = segment_pointer(segment, SCALE_1, tl.bfloat16, 2)
+    return p_ptr, g_ptr, e_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr
+
+
+@triton.jit
+def _scalars(row_of_scalars):
+    """The scalars of ``_compressed_update``, in its order."""
+    beta1 = tl.load(row_of_scalars + BETA1)
+    to_momentum = tl.load(row_of_scalars + GRADIENT_TO_MOMENTUM)
+    root_beta2 = tl.load(row_of_scalars + ROOT_BETA2)
+    to_variance = tl.load(row_of_scalars + GRADIENT_TO_VARIANCE)
+    inverse_correction2 = tl.load(row_of_scalars + INVERSE_CORRECTION2)
+    eps = tl.load(row_of_scalars + EPS)
+    step_size = tl.load(row_of_scalars + STEP_SIZE)
+    decay = tl.load(row_of_scalars + DECAY)
+    l2 = tl.load(row_of_scalars + L2)
+    factor = tl.load(row_of_scalars + FACTOR)
+    return beta1, to_momentum, root_beta2, to_variance, inverse_correction2, eps, step_size, decay, l2, factor
+
+
+@triton.jit
+def _step_rare_group(
+    segment,
+    row_of_scalars,
+    index,
+    rotation,
+    WEIGHT_DTYPE: tl.constexpr,
+    GRADIENT_DTYPE: tl.constexpr,
+    BITS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    HAS_L2: tl.constexpr,
+    GENERAL: tl.constexpr,
+):
+    """Step one group of a tile that is rare. All is loaded anew, so that the common path keeps nothing for it."""
+    p_ptr, g_ptr, e_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr = _pointers(
+        segment, WEIGHT_DTYPE, GRADIENT_DTYPE, BITS, True, GENERAL
+    )
+    beta1, to_momentum, root_beta2, to_variance, inverse_correction2, eps, step_size, decay, l2, factor = _scalars(
+        row_of_scalars
+    )
+    p_offset, g_offset, offset, mask, exists, first_noise = locate_group(segment, index, GENERAL)
+    group = index + tl.zeros([1, 1], dtype=tl.int64)
+    g = tl.load(g_ptr + g_offset, mask=mask, other=0.0).to(tl.float32)
+    p = tl.load(p_ptr + p_offset, mask=mask, other=0.0)
+    e = p
+    if BITS > 0:
+        e = tl.load(e_ptr + offset, mask=mask, other=0)
+    m = tl.load(m_ptr + offset, mask=mask, other=0)
+    v = tl.load(v_ptr + offset, mask=mask, other=0)
+    ms = tl.load(ms_ptr + group, mask=exists, other=0.0).to(tl.float32)
+    vs = tl.load(vs_ptr + group, mask=exists, other=0.0).to(tl.float32)
+    w, m, root, m_scale, v_scale = _compressed_update(
+        p, g, e, m, ms, v, vs, beta1, to_momentum, root_beta2, to_variance, inverse_correction2, eps, step_size,
+        decay, l2, factor, BITS, HAS_L2, True,
+    )  # fmt: skip
+    lane = tl.arange(0, GROUP)[None, :]
+    words = lane
+    if STOCHASTIC:
+        words = noise_words(lane, first_noise, rotation)
+    m_scale_bits = momentum_scale_bits(m_scale)
+    v_scale_bits = root_scale_bits(v_scale)
+    p_new, correction = split_weight(w, words, WEIGHT_DTYPE, BITS, STOCHASTIC)
+    tl.store(ms_ptr + group, bf16_of(m_scale_bits), mask=exists)
+    tl.store(vs_ptr + group, bf16_of(v_scale_bits), mask=exists)
+    tl.store(m_ptr + offset, encode_momentum(m, float_of(m_scale_bits), words, STOCHASTIC), mask=mask)
+    tl.store(v_ptr + offset, encode_root_variance(root, float_of(v_scale_bits), words, STOCHASTIC), mask=mask)
+    tl.store(p_ptr + p_offset, p_new, mask=mask)
+    if BITS > 0:
+        tl.store(e_ptr + offset, correction.to(tl.int16 if BITS == 16 else tl.int8), mask=mask)
 
 
 @triton.jit
@@ -136,32 +239,15 @@ def adam_kernel(
     row_of_scalars = scalars + tl.load(segment + SCALAR_ROW) * SCALAR_COLUMNS
     if tl.load(row_of_scalars + SKIP) != 0.0:
         return
-    wide: tl.constexpr = 4 if GENERAL else 16
-    narrow: tl.constexpr = 1 if GENERAL else 16
-    weight_alignment: tl.constexpr = (WEIGHT_DTYPE.primitive_bitwidth // 8) if GENERAL else 16
-    gradient_alignment: tl.constexpr = (GRADIENT_DTYPE.primitive_bitwidth // 8) if GENERAL else 16
-    p_ptr = segment_pointer(segment, WEIGHT, WEIGHT_DTYPE, weight_alignment)
-    g_ptr = segment_pointer(segment, GRADIENT, GRADIENT_DTYPE, gradient_alignment)
+    p_ptr, g_ptr, e_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr = _pointers(
+        segment, WEIGHT_DTYPE, GRADIENT_DTYPE, BITS, QUANTIZED, GENERAL
+    )
     correction_dtype: tl.constexpr = tl.int16 if BITS == 16 else tl.int8
-    e_ptr = segment_pointer(segment, CORRECTION, correction_dtype, (BITS // 8) if GENERAL and BITS else narrow)
-    m_dtype: tl.constexpr = tl.int8 if QUANTIZED else tl.float32
-    v_dtype: tl.constexpr = tl.uint8 if QUANTIZED else tl.float32
-    m_ptr = segment_pointer(segment, MOMENT_0, m_dtype, narrow if QUANTIZED else wide)
-    v_ptr = segment_pointer(segment, MOMENT_1, v_dtype, narrow if QUANTIZED else wide)
-    ms_ptr = segment_pointer(segment, SCALE_0, tl.bfloat16, 2)
-    vs_ptr = segment_pointer(segment, SCALE_1, tl.bfloat16, 2)
     noise = tl.load(segment + NOISE).to(tl.int32)
 
-    beta1 = tl.load(row_of_scalars + BETA1)
-    to_momentum = tl.load(row_of_scalars + GRADIENT_TO_MOMENTUM)
-    root_beta2 = tl.load(row_of_scalars + ROOT_BETA2)
-    to_variance = tl.load(row_of_scalars + GRADIENT_TO_VARIANCE)
-    inverse_correction2 = tl.load(row_of_scalars + INVERSE_CORRECTION2)
-    eps = tl.load(row_of_scalars + EPS)
-    step_size = tl.load(row_of_scalars + STEP_SIZE)
-    decay = tl.load(row_of_scalars + DECAY)
-    l2 = tl.load(row_of_scalars + L2)
-    factor = tl.load(row_of_scalars + FACTOR)
+    beta1, to_momentum, root_beta2, to_variance, inverse_correction2, eps, step_size, decay, l2, factor = _scalars(
+        row_of_scalars
+    )
     rotation = tl.load(row_of_scalars + ROTATION).to(tl.int32, bitcast=True)
 
     groups: tl.constexpr = BLOCK // GROUP
@@ -169,7 +255,7 @@ def adam_kernel(
         block = first_block + number
         # Locate.
         if GENERAL:
-            row, column, valid, group = group_positions(segment, block, groups)
+            row, column, valid, group = group_positions(segment, block.to(tl.int64) * groups, groups)
             lane = tl.arange(0, GROUP)[None, :]
             mask = lane < valid
             group_mask = valid > 0
@@ -208,29 +294,25 @@ def adam_kernel(
                 p, g, e, m, ms, v, vs, beta1, to_momentum, root_beta2, to_variance, inverse_correction2, eps, step_size,
                 decay, l2, factor, BITS, HAS_L2, False,
             )  # fmt: skip
-            if is_rare(w, v_scale):
-                # Loaded anew: keeping the inputs for this would cost every tile their registers.
-                g = tl.load(g_ptr + g_offset, mask=mask, other=0.0 if GENERAL else None, volatile=True).to(tl.float32)
-                p = tl.load(p_ptr + p_offset, mask=mask, other=0.0 if GENERAL else None, volatile=True)
-                e = p
+            if is_rare(w, v_scale * _RARITY):
+                for position in range(groups):
+                    _step_rare_group(
+                        segment, row_of_scalars, block.to(tl.int64) * groups + position, rotation,
+                        WEIGHT_DTYPE, GRADIENT_DTYPE, BITS, STOCHASTIC, HAS_L2, GENERAL,
+                    )  # fmt: skip
+            else:
+                m_scale_bits = momentum_scale_bits(m_scale)
+                v_scale_bits = root_scale_bits(v_scale)
+                tl.store(ms_ptr + group, bf16_of(m_scale_bits), mask=group_mask)
+                tl.store(vs_ptr + group, bf16_of(v_scale_bits), mask=group_mask)
+                m_code = encode_momentum(m, float_of(m_scale_bits), words, STOCHASTIC)
+                v_code = encode_root_variance(root, float_of(v_scale_bits), words, STOCHASTIC)
+                tl.store(m_ptr + offset, m_code, mask=mask)
+                tl.store(v_ptr + offset, v_code, mask=mask)
+                p_new, correction = split_weight(w, words, WEIGHT_DTYPE, BITS, STOCHASTIC)
+                tl.store(p_ptr + p_offset, p_new, mask=mask)
                 if BITS > 0:
-                    e = tl.load(e_ptr + offset, mask=mask, other=0 if GENERAL else None, volatile=True)
-                m_code = tl.load(m_ptr + offset, mask=mask, other=0 if GENERAL else None, volatile=True)
-                v_code = tl.load(v_ptr + offset, mask=mask, other=0 if GENERAL else None, volatile=True)
-                ms = tl.load(ms_ptr + group, mask=group_mask, other=0.0 if GENERAL else None).to(tl.float32)
-                vs = tl.load(vs_ptr + group, mask=group_mask, other=0.0 if GENERAL else None).to(tl.float32)
-                w, m, root, m_scale, v_scale = _compressed_update(
-                    p, g, e, m_code, ms, v_code, vs, beta1, to_momentum, root_beta2, to_variance, inverse_correction2,
-                    eps, step_size, decay, l2, factor, BITS, HAS_L2, True,
-                )  # fmt: skip
-            m_scale_bits = round_up_to_bf16(m_scale)
-            v_scale_bits = round_up_to_bf16(v_scale)
-            tl.store(ms_ptr + group, bf16_of(m_scale_bits), mask=group_mask)
-            tl.store(vs_ptr + group, bf16_of(v_scale_bits), mask=group_mask)
-            m_code = encode_momentum(m, float_of(m_scale_bits), words, STOCHASTIC)
-            v_code = encode_root_variance(root, float_of(v_scale_bits), words, STOCHASTIC)
-            tl.store(m_ptr + offset, m_code, mask=mask)
-            tl.store(v_ptr + offset, v_code, mask=mask)
+                    tl.store(e_ptr + offset, correction.to(correction_dtype), mask=mask)
         else:
             w = merge_weight(p, e, BITS, True)
             g = g * factor
@@ -244,7 +326,7 @@ def adam_kernel(
             tl.store(v_ptr + offset, v, mask=mask)
             if BITS > 0:
                 w = contain_weight(w, BITS)
-        p_new, correction = split_weight(w, words, WEIGHT_DTYPE, BITS, STOCHASTIC)
-        tl.store(p_ptr + p_offset, p_new, mask=mask)
-        if BITS > 0:
-            tl.store(e_ptr + offset, correction.to(correction_dtype), mask=mask)
+            p_new, correction = split_weight(w, words, WEIGHT_DTYPE, BITS, STOCHASTIC)
+            tl.store(p_ptr + p_offset, p_new, mask=mask)
+            if BITS > 0:
+                tl.store(e_ptr + offset, correction.to(correction_dtype), mask=mask)

@@ -22,6 +22,9 @@ HASH_STRIDE = tl.constexpr(0x9E3779B1 - (1 << 32))
 _HASH_MULTIPLIER = tl.constexpr(0x85EBCA77)
 _SIGN = tl.constexpr(-(1 << 31))
 _LARGEST_BF16 = tl.constexpr(3.3895313892515355e38)
+_LARGEST_BF16_BITS = tl.constexpr(0x7F7F0000)
+# The largest scale of sqrt(v): the largest bf16 whose square is finite in fp32.
+_LARGEST_ROOT_BITS = tl.constexpr(0x5F7F0000)
 _FP32_INFINITY_BITS = tl.constexpr(0x7F800000)
 _FP32_NAN_BITS = tl.constexpr(0x7FC00000)
 # Reciprocals of smaller scales overflow. A momentum below 2**-112 moves no weight; its codes go to 0.
@@ -73,8 +76,8 @@ def _maximum_or_nan(a, b):
 def is_rare(weight, scale):
     """Whether a tile holds a non-finite or nearly overflowing weight, or a group whose scale overflowed (scalar).
 
-    A non-finite gradient or moment shows in the weight; an overflowed variance in the scale [groups, 1]; a stale
-    negative correction under a zero weight decodes to NaN.
+    A non-finite gradient or moment shows in the weight; an overflowed variance in the scale [groups, 1], which the
+    caller may have multiplied to lower the limit; a stale negative correction under a zero weight decodes to NaN.
     """
     if _COMPILED:
         largest = tl.reduce(tl.abs(weight), 1, _maximum_or_nan, keep_dims=True)
@@ -105,9 +108,17 @@ def noise_words(lane, first, rotation):
 
 
 @triton.jit
-def round_up_to_bf16(x):
-    """Pattern (int32, low half zero) of the smallest bf16 >= x, for x >= 0; saturates at the largest."""
-    return tl.minimum((bits_of(x) + 0xFFFF) & -65536, 0x7F7F0000)
+def momentum_scale_bits(largest):
+    """Pattern (int32, low half zero) of the scale of groups whose largest |m| is given: bf16, rounded up, saturated."""
+    return tl.minimum((bits_of(largest) + 0xFFFF) & -65536, _LARGEST_BF16_BITS)
+
+
+@triton.jit
+def root_scale_bits(largest):
+    """Pattern (int32, low half zero) of the scale of groups whose largest sqrt(v) is given; saturates as the format
+    says.
+    """
+    return tl.minimum((bits_of(largest) + 0xFFFF) & -65536, _LARGEST_ROOT_BITS)
 
 
 @triton.jit
@@ -132,8 +143,9 @@ def decode_root_variance(code, factor):
 
 @triton.jit
 def encode_momentum(m, scale, words, STOCHASTIC: tl.constexpr):
-    """int8 codes of finite momentum and the fp32 value of its group's scale."""
-    factor = fast_reciprocal(tl.maximum(scale, _SMALLEST_DIVISOR)) * 16129.0
+    """int8 codes of momentum within its group's scale, given in fp32."""
+    # Divided first: the reciprocal of a scale above 2**126 is subnormal.
+    factor = fast_reciprocal(tl.maximum(scale, _SMALLEST_DIVISOR) * (1.0 / 16129.0))
     code = fast_sqrt(tl.abs(m) * factor)
     code = float_of(bits_of(code) | (bits_of(m) & _SIGN))
     if STOCHASTIC:
@@ -146,8 +158,9 @@ def encode_momentum(m, scale, words, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def encode_root_variance(root, scale, words, STOCHASTIC: tl.constexpr):
-    """uint8 codes of finite sqrt(v) and the fp32 value of its group's scale; at least 3 where root > 0."""
-    factor = fast_reciprocal(tl.maximum(scale, _SMALLEST_DIVISOR)) * 65025.0
+    """uint8 codes of sqrt(v) within its group's scale, given in fp32; at least 3 where root > 0."""
+    # 255**2, less the largest error of the operations below: a code above 255 could be rounded up to 256, which is 0.
+    factor = fast_reciprocal(tl.maximum(scale, _SMALLEST_DIVISOR)) * 65024.97
     code = fast_sqrt(root * factor)
     code = tl.where(root > 0.0, tl.maximum(code, 3.0), 0.0)
     if STOCHASTIC:
@@ -166,8 +179,8 @@ def encode_root_variance(root, scale, words, STOCHASTIC: tl.constexpr):
 def merge_weight(p, e, BITS: tl.constexpr, GUARDED: tl.constexpr):
     """fp32 master weights of weights p (bf16, fp16, fp32) and corrections e with BITS correction bits (0: e is unused).
 
-    Unless GUARDED, a negative correction under a zero bf16 weight decodes to NaN; ``is_rare`` sees that and the kernel
-    computes the weight anew.
+    Unless GUARDED, a negative correction under a zero bf16 weight decodes to NaN, and one under Inf to a number above
+    the largest weight; ``is_rare`` sees both and the kernel computes the weight anew.
     """
     if BITS == 0:
         return p.to(tl.float32)
@@ -175,6 +188,7 @@ def merge_weight(p, e, BITS: tl.constexpr, GUARDED: tl.constexpr):
         upper = p.to(tl.int16, bitcast=True).to(tl.int32) << 16
         if GUARDED:
             size = tl.maximum((upper & 0x7FFFFFFF) + (e.to(tl.int32) << (16 - BITS)), 0)
+            size = tl.where((upper & _FP32_INFINITY_BITS) == _FP32_INFINITY_BITS, upper & 0x7FFFFFFF, size)
             return float_of(size | (upper & _SIGN))
         else:
             return float_of(upper + (e.to(tl.int32) << (16 - BITS)))
@@ -216,12 +230,12 @@ def split_weight(w, words, WEIGHT_DTYPE: tl.constexpr, BITS: tl.constexpr, STOCH
     if tl.float32 == WEIGHT_DTYPE:
         return w, words
     elif BITS == 0:
-        # Integer rounding for bf16: Triton's interpreter truncates where the GPU rounds.
-        if tl.bfloat16 == WEIGHT_DTYPE:
-            pattern = bits_of(w)
+        if tl.bfloat16 == WEIGHT_DTYPE and not _COMPILED:
+            # Triton's interpreter truncates where the GPU rounds.
+            pattern = tl.where(w == w, bits_of(w), _FP32_NAN_BITS)
             return bf16_of(pattern + 0x7FFF + ((pattern >> 16) & 1)), words
         else:
-            return w.to(tl.float16), words
+            return w.to(WEIGHT_DTYPE), words
     elif tl.bfloat16 == WEIGHT_DTYPE:
         pattern = bits_of(w)
         if BITS == 16:

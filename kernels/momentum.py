@@ -17,8 +17,8 @@ from flashoptim_dist.kernels.device import (
     float_of,
     is_rare,
     merge_weight,
+    momentum_scale_bits,
     noise_words,
-    round_up_to_bf16,
     split_weight,
 )
 from flashoptim_dist.kernels.layout import (
@@ -46,7 +46,7 @@ from flashoptim_dist.kernels.layout import (
     WEIGHT,
     WEIGHT_STRIDES,
 )
-from flashoptim_dist.kernels.tile import general_noise, group_positions, segment_pointer, strided_offsets
+from flashoptim_dist.kernels.tile import general_noise, group_positions, locate_group, segment_pointer, strided_offsets
 
 _INFINITY = tl.constexpr(float("inf"))
 
@@ -75,7 +75,7 @@ def _update(
     GUARDED: tl.constexpr,
 ):
     """(weight, momentum, its scale before rounding), fp32; GUARDED as in the Adam kernel."""
-    w = merge_weight(p, e, BITS, GUARDED or HAS_L2)
+    w = merge_weight(p, e, BITS, GUARDED)
     g = g * factor
     if HAS_L2:
         g = g + w * l2
@@ -99,9 +99,107 @@ def _update(
         m = g
     w = w * decay - direction * step_size
     if GUARDED:
-        m = tl.where(tl.abs(m) < _INFINITY, m, 0.0)
         w = contain_weight(w, BITS)
-    return w, m, tl.max(tl.abs(m), axis=1, keep_dims=True)
+    if GUARDED and HAS_MOMENTUM and QUANTIZED:
+        # What is not finite stays out of the scale: Inf becomes the largest of its group, NaN 0.
+        scale = tl.max(tl.where(tl.abs(m) < _INFINITY, tl.abs(m), 0.0), axis=1, keep_dims=True)
+        largest = float_of(momentum_scale_bits(scale))
+        m = tl.where(m == m, tl.minimum(tl.maximum(m, -largest), largest), 0.0)
+    else:
+        scale = tl.max(tl.abs(m), axis=1, keep_dims=True)
+    return w, m, scale
+
+
+@triton.jit
+def _pointers(
+    segment,
+    WEIGHT_DTYPE: tl.constexpr,
+    GRADIENT_DTYPE: tl.constexpr,
+    BITS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    GENERAL: tl.constexpr,
+):
+    """Pointers to weight, gradient, correction, momentum and its scales of a segment."""
+    wide: tl.constexpr = 4 if GENERAL else 16
+    narrow: tl.constexpr = 1 if GENERAL else 16
+    weight_alignment: tl.constexpr = (WEIGHT_DTYPE.primitive_bitwidth // 8) if GENERAL else 16
+    gradient_alignment: tl.constexpr = (GRADIENT_DTYPE.primitive_bitwidth // 8) if GENERAL else 16
+    p_ptr = segment_pointer(segment, WEIGHT, WEIGHT_DTYPE, weight_alignment)
+    g_ptr = segment_pointer(segment, GRADIENT, GRADIENT_DTYPE, gradient_alignment)
+    correction_dtype: tl.constexpr = tl.int16 if BITS == 16 else tl.int8
+    e_ptr = segment_pointer(segment, CORRECTION, correction_dtype, (BITS // 8) if GENERAL and BITS else narrow)
+    m_dtype: tl.constexpr = tl.int8 if QUANTIZED else tl.float32
+    m_ptr = segment_pointer(segment, MOMENT_0, m_dtype, narrow if QUANTIZED else wide)
+    ms_ptr = segment_pointer(segment, SCALE_0, tl.bfloat16, 2)
+    return p_ptr, g_ptr, e_ptr, m_ptr, ms_ptr
+
+
+@triton.jit
+def _scalars(row_of_scalars):
+    """The scalars of ``_update``, in its order."""
+    keep = tl.load(row_of_scalars + KEEP)
+    gain = tl.load(row_of_scalars + GAIN)
+    momentum_to_direction = tl.load(row_of_scalars + MOMENTUM_TO_DIRECTION)
+    gradient_to_direction = tl.load(row_of_scalars + GRADIENT_TO_DIRECTION)
+    step_size = tl.load(row_of_scalars + STEP_SIZE)
+    decay = tl.load(row_of_scalars + DECAY)
+    l2 = tl.load(row_of_scalars + L2)
+    factor = tl.load(row_of_scalars + FACTOR)
+    return keep, gain, momentum_to_direction, gradient_to_direction, step_size, decay, l2, factor
+
+
+@triton.jit
+def _step_rare_group(
+    segment,
+    row_of_scalars,
+    index,
+    rotation,
+    WEIGHT_DTYPE: tl.constexpr,
+    GRADIENT_DTYPE: tl.constexpr,
+    BITS: tl.constexpr,
+    HAS_MOMENTUM: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    LION: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    HAS_L2: tl.constexpr,
+    GENERAL: tl.constexpr,
+):
+    """Step one group of a tile that is rare; see ``adam._step_rare_group``."""
+    compressed: tl.constexpr = QUANTIZED and HAS_MOMENTUM
+    p_ptr, g_ptr, e_ptr, m_ptr, ms_ptr = _pointers(segment, WEIGHT_DTYPE, GRADIENT_DTYPE, BITS, QUANTIZED, GENERAL)
+    keep, gain, momentum_to_direction, gradient_to_direction, step_size, decay, l2, factor = _scalars(row_of_scalars)
+    p_offset, g_offset, offset, mask, exists, first_noise = locate_group(segment, index, GENERAL)
+    group = index + tl.zeros([1, 1], dtype=tl.int64)
+    g = tl.load(g_ptr + g_offset, mask=mask, other=0.0).to(tl.float32)
+    p = tl.load(p_ptr + p_offset, mask=mask, other=0.0)
+    e = p
+    if BITS > 0:
+        e = tl.load(e_ptr + offset, mask=mask, other=0)
+    m = g
+    ms = rotation
+    if HAS_MOMENTUM:
+        m = tl.load(m_ptr + offset, mask=mask, other=0)
+    if compressed:
+        ms = tl.load(ms_ptr + group, mask=exists, other=0.0).to(tl.float32)
+    w, m, m_scale = _update(
+        p, g, e, m, ms, keep, gain, momentum_to_direction, gradient_to_direction, step_size, decay, l2, factor,
+        BITS, HAS_MOMENTUM, QUANTIZED, LION, NESTEROV, HAS_L2, True,
+    )  # fmt: skip
+    lane = tl.arange(0, GROUP)[None, :]
+    words = lane
+    if STOCHASTIC:
+        words = noise_words(lane, first_noise, rotation)
+    p_new, correction = split_weight(w, words, WEIGHT_DTYPE, BITS, STOCHASTIC)
+    if compressed:
+        scale_bits = momentum_scale_bits(m_scale)
+        tl.store(ms_ptr + group, bf16_of(scale_bits), mask=exists)
+        tl.store(m_ptr + offset, encode_momentum(m, float_of(scale_bits), words, STOCHASTIC), mask=mask)
+    elif HAS_MOMENTUM:
+        tl.store(m_ptr + offset, m, mask=mask)
+    tl.store(p_ptr + p_offset, p_new, mask=mask)
+    if BITS > 0:
+        tl.store(e_ptr + offset, correction.to(tl.int16 if BITS == 16 else tl.int8), mask=mask)
 
 
 @triton.jit
@@ -129,27 +227,11 @@ def momentum_kernel(
     row_of_scalars = scalars + tl.load(segment + SCALAR_ROW) * SCALAR_COLUMNS
     if tl.load(row_of_scalars + SKIP) != 0.0:
         return
-    wide: tl.constexpr = 4 if GENERAL else 16
-    narrow: tl.constexpr = 1 if GENERAL else 16
-    weight_alignment: tl.constexpr = (WEIGHT_DTYPE.primitive_bitwidth // 8) if GENERAL else 16
-    gradient_alignment: tl.constexpr = (GRADIENT_DTYPE.primitive_bitwidth // 8) if GENERAL else 16
-    p_ptr = segment_pointer(segment, WEIGHT, WEIGHT_DTYPE, weight_alignment)
-    g_ptr = segment_pointer(segment, GRADIENT, GRADIENT_DTYPE, gradient_alignment)
+    p_ptr, g_ptr, e_ptr, m_ptr, ms_ptr = _pointers(segment, WEIGHT_DTYPE, GRADIENT_DTYPE, BITS, QUANTIZED, GENERAL)
     correction_dtype: tl.constexpr = tl.int16 if BITS == 16 else tl.int8
-    e_ptr = segment_pointer(segment, CORRECTION, correction_dtype, (BITS // 8) if GENERAL and BITS else narrow)
-    m_dtype: tl.constexpr = tl.int8 if QUANTIZED else tl.float32
-    m_ptr = segment_pointer(segment, MOMENT_0, m_dtype, narrow if QUANTIZED else wide)
-    ms_ptr = segment_pointer(segment, SCALE_0, tl.bfloat16, 2)
     noise = tl.load(segment + NOISE).to(tl.int32)
 
-    keep = tl.load(row_of_scalars + KEEP)
-    gain = tl.load(row_of_scalars + GAIN)
-    momentum_to_direction = tl.load(row_of_scalars + MOMENTUM_TO_DIRECTION)
-    gradient_to_direction = tl.load(row_of_scalars + GRADIENT_TO_DIRECTION)
-    step_size = tl.load(row_of_scalars + STEP_SIZE)
-    decay = tl.load(row_of_scalars + DECAY)
-    l2 = tl.load(row_of_scalars + L2)
-    factor = tl.load(row_of_scalars + FACTOR)
+    keep, gain, momentum_to_direction, gradient_to_direction, step_size, decay, l2, factor = _scalars(row_of_scalars)
     rotation = tl.load(row_of_scalars + ROTATION).to(tl.int32, bitcast=True)
 
     groups: tl.constexpr = BLOCK // GROUP
@@ -158,7 +240,7 @@ def momentum_kernel(
         block = first_block + number
         # Locate.
         if GENERAL:
-            row, column, valid, group = group_positions(segment, block, groups)
+            row, column, valid, group = group_positions(segment, block.to(tl.int64) * groups, groups)
             lane = tl.arange(0, GROUP)[None, :]
             mask = lane < valid
             group_mask = valid > 0
@@ -200,29 +282,19 @@ def momentum_kernel(
             BITS, HAS_MOMENTUM, QUANTIZED, LION, NESTEROV, HAS_L2, False,
         )  # fmt: skip
         if not plain and is_rare(w, m_scale):
-            g = tl.load(g_ptr + g_offset, mask=mask, other=0.0 if GENERAL else None, volatile=True).to(tl.float32)
-            p = tl.load(p_ptr + p_offset, mask=mask, other=0.0 if GENERAL else None, volatile=True)
-            e = p
-            if BITS > 0:
-                e = tl.load(e_ptr + offset, mask=mask, other=0 if GENERAL else None, volatile=True)
-            stored = g
-            if HAS_MOMENTUM:
-                stored = tl.load(m_ptr + offset, mask=mask, other=0 if GENERAL else None, volatile=True)
-            w, contained, contained_scale = _update(
-                p, g, e, stored, ms, keep, gain, momentum_to_direction, gradient_to_direction, step_size, decay, l2,
-                factor, BITS, HAS_MOMENTUM, QUANTIZED, LION, NESTEROV, HAS_L2, True,
-            )  # fmt: skip
-            # An fp32 moment keeps what is not finite, as torch's optimizers do.
+            for position in range(groups):
+                _step_rare_group(
+                    segment, row_of_scalars, block.to(tl.int64) * groups + position, rotation, WEIGHT_DTYPE,
+                    GRADIENT_DTYPE, BITS, HAS_MOMENTUM, QUANTIZED, STOCHASTIC, LION, NESTEROV, HAS_L2, GENERAL,
+                )  # fmt: skip
+        else:
             if compressed:
-                m_new = contained
-                m_scale = contained_scale
-        if compressed:
-            scale_bits = round_up_to_bf16(m_scale)
-            tl.store(ms_ptr + group, bf16_of(scale_bits), mask=group_mask)
-            tl.store(m_ptr + offset, encode_momentum(m_new, float_of(scale_bits), words, STOCHASTIC), mask=mask)
-        elif HAS_MOMENTUM:
-            tl.store(m_ptr + offset, m_new, mask=mask)
-        p_new, correction = split_weight(w, words, WEIGHT_DTYPE, BITS, STOCHASTIC)
-        tl.store(p_ptr + p_offset, p_new, mask=mask)
-        if BITS > 0:
-            tl.store(e_ptr + offset, correction.to(correction_dtype), mask=mask)
+                scale_bits = momentum_scale_bits(m_scale)
+                tl.store(ms_ptr + group, bf16_of(scale_bits), mask=group_mask)
+                tl.store(m_ptr + offset, encode_momentum(m_new, float_of(scale_bits), words, STOCHASTIC), mask=mask)
+            elif HAS_MOMENTUM:
+                tl.store(m_ptr + offset, m_new, mask=mask)
+            p_new, correction = split_weight(w, words, WEIGHT_DTYPE, BITS, STOCHASTIC)
+            tl.store(p_ptr + p_offset, p_new, mask=mask)
+            if BITS > 0:
+                tl.store(e_ptr + offset, correction.to(correction_dtype), mask=mask)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from flashoptim_dist.kernels.device import GROUP, HASH_STRIDE
 from flashoptim_dist.kernels.layout import (
+    GRADIENT_STRIDES,
     GROUPS,
     GROUPS_PER_ROW,
     INDEX_STRIDES,
@@ -11,6 +12,7 @@ from flashoptim_dist.kernels.layout import (
     INNER_ROWS,
     NOISE,
     ROW_LENGTH,
+    WEIGHT_STRIDES,
 )
 
 
@@ -21,13 +23,13 @@ def segment_pointer(segment, column, dtype: tl.constexpr, ALIGNMENT: tl.constexp
 
 
 @triton.jit
-def group_positions(segment, block, GROUPS_PER_BLOCK: tl.constexpr):
-    """(row, column of the first element, number of valid elements, index) of a general segment's groups, int64
-    [groups, 1].
+def group_positions(segment, first, GROUPS_OF_TILE: tl.constexpr):
+    """(row, column of the first element, number of valid elements, index) of groups of a general segment, int64
+    [groups, 1], from group ``first`` (int64) on.
 
     Groups past the segment's end have no valid element.
     """
-    index = block.to(tl.int64) * GROUPS_PER_BLOCK + tl.arange(0, GROUPS_PER_BLOCK)[:, None]
+    index = first + tl.arange(0, GROUPS_OF_TILE)[:, None]
     per_row = tl.load(segment + GROUPS_PER_ROW)
     row = index // per_row
     column = (index - row * per_row) * GROUP
@@ -57,3 +59,22 @@ def general_noise(segment, row, column):
     index = outer_row * tl.load(segment + INDEX_STRIDES)
     index += (row - outer_row * inner_rows) * tl.load(segment + INDEX_STRIDES + 1) + column
     return tl.load(segment + NOISE).to(tl.int32) + index.to(tl.int32) * HASH_STRIDE
+
+
+@triton.jit
+def locate_group(segment, index, GENERAL: tl.constexpr):
+    """(offset in the weight, in the gradient, in the states, mask, whether it exists, noise word of the first element)
+    of group ``index`` (int64): a tile [1, 32] of any segment, for the few that the common path cannot step.
+    """
+    lane = tl.arange(0, GROUP)[None, :]
+    if GENERAL:
+        row, column, valid, _ = group_positions(segment, index, 1)
+        p_offset = strided_offsets(segment, row, column + lane, WEIGHT_STRIDES)
+        g_offset = strided_offsets(segment, row, column + lane, GRADIENT_STRIDES)
+        offset = row * tl.load(segment + ROW_LENGTH) + column + lane
+        return p_offset, g_offset, offset, lane < valid, valid > 0, general_noise(segment, row, column)
+    else:
+        offset = index * GROUP + lane
+        noise = tl.load(segment + NOISE) + index * GROUP * HASH_STRIDE
+        exists = tl.full([1, 1], True, tl.int1)
+        return offset, offset, offset, lane < GROUP, exists, noise.to(tl.int32)
