@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.pool import shut_down
+
+if not torch.cuda.is_available():
+    # Triton reads this when it is imported, which any test file may do: the tests of the kernels run interpreted.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)
