@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from flashoptim_dist.formats import canonical_name
+from flashoptim_dist.formats.weights import CORRECTION_DTYPES
 from flashoptim_dist.optim.checks import check_torch_options
 from flashoptim_dist.optim.conversion import convert_correction, dequantize, local_part, quantize
 from flashoptim_dist.optim.state import ERROR_BITS, STEP, MomentSpec, new_entry, new_step
@@ -85,20 +87,23 @@ def _merge_group(optimizer: FlashOptimizer, group: dict[str, Any], saved: dict[s
 def _match(optimizer: FlashOptimizer, saved_groups: list[dict[str, Any]]) -> dict[Tensor, Any]:
     """Return the saved id of each parameter: by name where both sides have names, else by order.
 
-    Ids that are strings are names that torch's checkpoint helpers put there in live order; ``param_names`` beside
-    them is in saved order and must not be read.
+    Ids that are strings are names, as torch's checkpoint helpers write them: of the model, which may be others than the
+    optimizer's; then the helpers put them in live order. ``param_names`` beside them is in saved order and must not be
+    read.
     """
-    live = [(parameter, name) for parameter, name, _, _ in optimizer._named()]
+    live = [(parameter, name and canonical_name(name)) for parameter, name, _, _ in optimizer._named()]
     saved_ids = [saved_id for group in saved_groups for saved_id in group["params"]]
-    saved_names = [name for group in saved_groups for name in group.get("param_names", ())]
-    integer_ids = all(isinstance(saved_id, int) for saved_id in saved_ids)
-    if integer_ids and len(saved_names) == len(saved_ids) and all(name is not None for _, name in live):
-        by_name = {canonical_name(name): saved_id for name, saved_id in zip(saved_names, saved_ids, strict=True)}
-        missing = [name for _, name in live if name is not None and canonical_name(name) not in by_name]
-        if missing:
-            raise ValueError(f"the state has no parameter named {missing[0]!r} ({len(missing)} missing in all)")
-        return {parameter: by_name[canonical_name(name)] for parameter, name in live if name is not None}
-    return {parameter: saved_id for (parameter, _), saved_id in zip(live, saved_ids, strict=True)}
+    saved_names = [canonical_name(name) for group in saved_groups for name in group.get("param_names", ())]
+    if all(isinstance(saved_id, str) for saved_id in saved_ids):
+        ids_are_names = {canonical_name(saved_id) for saved_id in saved_ids} == {name for _, name in live}
+        saved_names = [canonical_name(saved_id) for saved_id in saved_ids] if ids_are_names else []
+    if len(saved_names) != len(saved_ids) or any(name is None for _, name in live):
+        return {parameter: saved_id for (parameter, _), saved_id in zip(live, saved_ids, strict=True)}
+    by_name = dict(zip(saved_names, saved_ids, strict=True))
+    missing = [name for _, name in live if name not in by_name]
+    if missing:
+        raise ValueError(f"the state has no parameter named {missing[0]!r} ({len(missing)} missing in all)")
+    return {parameter: by_name[name] for parameter, name in live if name is not None}
 
 
 def _load_parameter(
@@ -123,6 +128,7 @@ def _load_parameter(
         target = new_entry(record.entries[ERROR_BITS], parameter)
         if ERROR_BITS in saved:
             correction = _placed(saved[ERROR_BITS], parameter, record, ERROR_BITS)
+            _check_dtype(correction, tuple(CORRECTION_DTYPES.values()), ERROR_BITS, record)
             dtype = record.entries[ERROR_BITS].dtype
             if correction.dtype != dtype:
                 conversions[f"corrections of {correction.dtype.itemsize * 8} bits to {dtype.itemsize * 8}"] += 1
@@ -177,9 +183,16 @@ def _load_moment(
     values = _placed(saved[moment.name], parameter, record, moment.name)
     scale = saved.get(moment.scale_name)
     if scale is not None:
+        _check_dtype(values, (moment.code_dtype,), moment.name, record)
         scale = _placed(scale, parameter, record, moment.scale_name)
+        _check_dtype(scale, (torch.bfloat16,), moment.scale_name, record)
+    elif not values.is_floating_point():
+        raise ValueError(
+            f"{moment.name!r} of parameter {record.name!r} was saved as {values.dtype} and {moment.scale_name!r} is "
+            "missing: codes mean nothing without their scales"
+        )
     wants = moment.scale_name in record.entries
-    if wants and scale is None and values.is_floating_point():
+    if wants and scale is None:
         values, scale = quantize(values, record.layout, moment)
         if optimizer.compress_state_dict:  # else that is how this optimizer's own state is saved
             conversions["floating-point moments to 8 bits"] += 1
@@ -187,16 +200,19 @@ def _load_moment(
         values, scale = dequantize(values, scale, record.layout, moment), None
         conversions["8-bit moments to fp32"] += 1
     for name, local in ((moment.name, values), (moment.scale_name, scale)):
-        if local is None:
-            continue
-        spec = record.entries[name]
-        if local.dtype.is_floating_point != spec.dtype.is_floating_point:
-            raise ValueError(
-                f"{name!r} of parameter {record.name!r} was saved as {local.dtype}, unreadable as {spec.dtype}: it is "
-                "of another number format"
-            )
-        state[name] = new_entry(spec, parameter)
-        local_tensor(state[name]).copy_(local)
+        if local is not None:
+            state[name] = new_entry(record.entries[name], parameter)
+            local_tensor(state[name]).copy_(local)
+
+
+def _check_dtype(value: Tensor, dtypes: Sequence[torch.dtype], name: str, record: ParameterRecord) -> None:
+    """Refuse an entry whose bits mean something else: copied into another dtype they would load, and be wrong."""
+    if value.dtype not in dtypes:
+        wanted = " or ".join(map(str, dtypes))
+        raise ValueError(
+            f"{name!r} of parameter {record.name!r} was saved as {value.dtype}, and this number format has {wanted}: "
+            "it is of another one"
+        )
 
 
 def _placed(value: Any, parameter: Tensor, record: ParameterRecord, name: str) -> Tensor:
