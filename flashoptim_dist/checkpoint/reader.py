@@ -106,20 +106,24 @@ class SafeReader(FileSystemReader):
         self.read_data(planner.create_local_plan(), planner).wait()
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
-        """Read tensors; an error names the file."""
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        """Read tensors; an error names the file.
+
+        One by one: torch's loop keeps each tensor until it has read the next.
+        """
         done: Any = super().read_data(LoadPlan([]), planner)
-        for name, items in by_file.items():
-            file = self.directory / name
+        for item in sorted(plan.items, key=self._position):
+            file = self.directory / self.storage_data[item.storage_index].relative_path
             try:
-                done = super().read_data(LoadPlan(items), planner)
+                done = super().read_data(LoadPlan([item]), planner)
             except FileNotFoundError as error:
                 raise DamagedCheckpointError(f"{file} is missing") from error
             except Exception as error:
-                raise reading_error(str(file), error) from error
+                raise reading_error(f"{file} (entry {item.storage_index.fqn!r})", error) from error
         return done
+
+    def _position(self, item: ReadItem) -> tuple[str, int]:
+        info = self.storage_data[item.storage_index]
+        return info.relative_path, info.offset
 
 
 def _file_of(info: Any, metadata_file: Path) -> str:
