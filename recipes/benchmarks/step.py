@@ -4,8 +4,8 @@
     python recipes/benchmarks/step.py --smoke              # small sizes, on a GPU or a CPU
 
 A step is timed from an idle device, with its host work: a CUDA event before, `step()`, one after, and a wait; the
-median of 20 after 5 to warm up. Each model gets fresh bf16 or fp32 parameters and gradients. Correctness comes first: one step of
-ours is compared with the pure-torch definition before anything is timed.
+median of 20 after 5 to warm up. Each model gets fresh bf16 or fp32 parameters and gradients. Correctness comes first:
+steps of ours are compared with the pure-torch definition before anything is timed.
 """
 
 from __future__ import annotations
