@@ -200,7 +200,10 @@ def merge_weight(p, e, BITS: tl.constexpr, GUARDED: tl.constexpr):
             small = extended.to(tl.float32) * (2.0**-32)
         else:
             normal = (extended >> 3) + (112 << 23)
-            small = extended.to(tl.float32) * (2.0**-40)
+            # What fp32 cannot hold is cut off: rounded up, it could reach the next weight.
+            rounded = extended.to(tl.float32)
+            cut = bits_of(rounded) - (rounded.to(tl.int32) > extended).to(tl.int32)
+            small = float_of(cut) * (2.0**-40)
         size = tl.where(extended >= (1 << (10 + BITS)), normal, bits_of(small))
         value = float_of(size | ((pattern & 0x8000) << 16))
         return tl.where((pattern & 0x7C00) == 0x7C00, p.to(tl.float32), value)
