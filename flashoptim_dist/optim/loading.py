@@ -21,7 +21,7 @@ from flashoptim_dist.optim.checks import check_torch_options
 from flashoptim_dist.optim.conversion import convert_correction, dequantize, local_part, quantize
 from flashoptim_dist.optim.state import ERROR_BITS, STEP, MomentSpec, new_entry, new_step
 from flashoptim_dist.optim.versions import check_format, upgrade
-from flashoptim_dist.sharding import local_tensor
+from flashoptim_dist.sharding import local_tensor, shard_layout
 
 if TYPE_CHECKING:
     from flashoptim_dist.optim.base import FlashOptimizer
@@ -45,10 +45,10 @@ def load_state(optimizer: FlashOptimizer, state_dict: Mapping[str, Any]) -> None
     state: dict[Any, Any] = {}
     conversions = _option_changes(optimizer, loaded.get("format") or {})
     for parameter, saved_id in saved_of.items():
-        entries = loaded["state"].get(saved_id)
+        entries = _present(loaded["state"].get(saved_id))
         if entries:
-            entries = upgrade(entries, version)
-            state[parameter] = _load_parameter(optimizer, parameter, records[parameter], entries, conversions)
+            saved = upgrade(entries, version)
+            state[parameter] = _load_parameter(optimizer, parameter, records[parameter], saved, conversions)
     matched = set(saved_of.values())
     state.update({key: deepcopy(value) for key, value in loaded["state"].items() if key not in matched})
     optimizer.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
@@ -141,6 +141,11 @@ def _load_parameter(
     return state
 
 
+def _present(entries: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the entries without those that torch's helpers make up: {} where a flattened state lacks a live entry."""
+    return {name: v for name, v in (entries or {}).items() if not (isinstance(v, Mapping) and not v)}
+
+
 def _names(moment: MomentSpec, record: ParameterRecord) -> list[str]:
     return [name for name in (moment.name, moment.scale_name) if name in record.entries]
 
@@ -182,9 +187,13 @@ def _load_moment(
     """Put a moment (and its scales) into ``state``, quantized or decoded as the parameter needs it."""
     values = _placed(saved[moment.name], parameter, record, moment.name)
     scale = saved.get(moment.scale_name)
+    layout = record.layout
     if scale is not None:
         _check_dtype(values, (moment.code_dtype,), moment.name, record)
-        scale = _placed(scale, parameter, record, moment.scale_name)
+        if not layout.quantized:
+            layout = shard_layout(parameter, record.name)  # with the scales that this optimizer goes without
+        label = f"{moment.scale_name!r} of parameter {record.name!r}"
+        scale = local_part(scale, parameter, layout.scale_global_shape, layout.scale_local_shape, label)
         _check_dtype(scale, (torch.bfloat16,), moment.scale_name, record)
     elif not values.is_floating_point():
         raise ValueError(
@@ -193,11 +202,11 @@ def _load_moment(
         )
     wants = moment.scale_name in record.entries
     if wants and scale is None:
-        values, scale = quantize(values, record.layout, moment)
+        values, scale = quantize(values, layout, moment)
         if optimizer.compress_state_dict:  # else that is how this optimizer's own state is saved
             conversions["floating-point moments to 8 bits"] += 1
     elif not wants and scale is not None:
-        values, scale = dequantize(values, scale, record.layout, moment), None
+        values, scale = dequantize(values, scale, layout, moment), None
         conversions["8-bit moments to fp32"] += 1
     for name, local in ((moment.name, values), (moment.scale_name, scale)):
         if local is not None:
@@ -216,10 +225,8 @@ def _check_dtype(value: Tensor, dtypes: Sequence[torch.dtype], name: str, record
 
 
 def _placed(value: Any, parameter: Tensor, record: ParameterRecord, name: str) -> Tensor:
-    layout, label = record.layout, f"{name!r} of parameter {record.name!r}"
-    if name.endswith("_scale"):
-        return local_part(value, parameter, layout.scale_global_shape, layout.scale_local_shape, label)
-    return local_part(value, parameter, layout.global_shape, layout.local_shape, label)
+    label = f"{name!r} of parameter {record.name!r}"
+    return local_part(value, parameter, record.layout.global_shape, record.layout.local_shape, label)
 
 
 def _option_changes(optimizer: FlashOptimizer, spec: Mapping[str, Any]) -> Counter[str]:
