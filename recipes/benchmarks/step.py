@@ -223,6 +223,7 @@ def measure(optimizer: Optimizer, name: str, shapes: list[Shape], bandwidth: flo
     floor = BYTES_PER_ELEMENT * elements / bandwidth * 1e3
     result = Result(name, optimizer.name, elements, len(shapes), floor, 0.0, 0.0, None, 0.0)
     allocated = torch.cuda.memory_allocated if device.type == "cuda" else lambda: 0
+    gc.collect()  # what the last run left would be counted as freed by this one
     start = allocated()
     try:
         parameters = make_parameters(shapes, optimizer.dtype, device)
