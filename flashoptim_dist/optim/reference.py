@@ -5,11 +5,11 @@ On CPU a block is stepped by ``eager``; anywhere else by ``definition``. Both gi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from flashoptim_dist.optim import definition, eager
+from flashoptim_dist.optim import compiled, definition, eager
 from flashoptim_dist.optim.blocks import (
     Block,
     MomentTensors,
@@ -47,7 +47,15 @@ def step_parameter(task: ParameterStep, rule: Rule, chunk_elements: int = CHUNK_
 @torch.no_grad()
 def step_parameters(tasks: Sequence[tuple[ParameterStep, Rule]], chunk_elements: int = CHUNK_ELEMENTS) -> None:
     """Do the same for many parameters, each with its rule, in any order; small ones of one kind share blocks."""
-    scratch = scratch_of_thread()
+    scratch, on_cpu = scratch_of_thread(), _stepper(tasks)
+
+    def step(pieces: Iterable[Block], rule: Rule) -> None:
+        for block in pieces:
+            if block.weight.device.type == "cpu":
+                on_cpu(block, rule, scratch)
+            else:
+                definition.step_block(block, rule)
+
     alike: dict[object, list[tuple[ParameterStep, Rule]]] = {}
     for task, rule in tasks:
         if task.layout.numel == 0:
@@ -55,17 +63,17 @@ def step_parameters(tasks: Sequence[tuple[ParameterStep, Rule]], chunk_elements:
         if task.layout.numel <= min(_SMALL_ELEMENTS, chunk_elements):
             alike.setdefault(_kind(task, rule), []).append((task, rule))
         else:
-            _step(blocks(task, chunk_elements, scratch.staging), rule, scratch)
+            step(blocks(task, chunk_elements, scratch.staging), rule)
     for group in alike.values():
         rule = group[0][1]
         together: list[tuple[ParameterStep, _Box]] = []
         for task, _ in group:
             boxes = boxes_of_small(task, chunk_elements) if len(group) > 1 else None
             if boxes is None:
-                _step(blocks(task, chunk_elements, scratch.staging), rule, scratch)
+                step(blocks(task, chunk_elements, scratch.staging), rule)
             else:
                 together.extend((task, box) for box in boxes)
-        _step(staged_blocks(together, chunk_elements, scratch.staging), rule, scratch)
+        step(staged_blocks(together, chunk_elements, scratch.staging), rule)
 
 
 def _kind(task: ParameterStep, rule: Rule) -> object:
@@ -84,9 +92,7 @@ def _kind(task: ParameterStep, rule: Rule) -> object:
     )
 
 
-def _step(pieces: Iterable[Block], rule: Rule, scratch: Scratch) -> None:
-    for block in pieces:
-        if block.weight.device.type != "cpu":
-            definition.step_block(block, rule)
-        else:
-            eager.step_block(block, rule, scratch)
+def _stepper(tasks: Sequence[tuple[ParameterStep, Rule]]) -> Callable[[Block, Rule, Scratch], None]:
+    """Return what steps the blocks of tasks on CPU."""
+    elements = sum(task.layout.numel for task, _ in tasks if task.weight.device.type == "cpu")
+    return compiled.step_block if compiled.use_compiled(elements) else eager.step_block

@@ -1,8 +1,9 @@
 """The update rules: pure fp32 functions of weight, gradient and moments. One definition each; the Triton kernels
 restate them.
 
-A rule gets tensors of one shape and the scalars of one parameter as plain floats, and returns new tensors. It knows
-nothing of formats, sharding or devices. All are written without fused multiply-adds (lerp, addcmul, addcdiv), whose
+A rule gets tensors of one shape and the scalars of one parameter, and returns new tensors. The scalars are floats, or
+0-dim fp64 tensors for those that are neither 0 nor 1, so that the compiled CPU step can take other values without
+compiling again: a rule compares them through :func:`differs` alone. It knows nothing of formats, sharding or devices. All are written without fused multiply-adds (lerp, addcmul, addcdiv), whose
 vector tails would make bits depend on the shard.
 
 Two records per rule: the *hyperparameters* of a group, as the user set them (the learning rate may be a tensor), and
@@ -22,6 +23,11 @@ from flashoptim_dist.formats.exact import square_root
 
 Rule = Callable[[Tensor, Tensor, tuple[Tensor, ...], Any], tuple[Tensor, tuple[Tensor, ...]]]
 """(weight, gradient, moments, scalars) -> (new weight, new moments), all fp32 and of one shape."""
+
+
+def differs(scalar: float | Tensor, neutral: float) -> bool:
+    """Return whether a scalar is not ``neutral``, which is 0 or 1. A tensor never is: these two come as floats."""
+    return isinstance(scalar, Tensor) or scalar != neutral
 
 
 @dataclass(frozen=True)
@@ -98,15 +104,18 @@ def adam_update(
     1711.05101).
     """
     momentum, variance = moments
-    if scalars.l2:
+    if differs(scalars.l2, 0.0):
         gradient = gradient + weight * scalars.l2
-    momentum = momentum * scalars.beta1 + gradient * (1.0 - scalars.beta1)
-    variance = variance * scalars.beta2 + gradient * gradient * (1.0 - scalars.beta2)
-    denominator = square_root(variance) / scalars.correction2 + scalars.eps
-    if scalars.decay != 1.0:
+    momentum = momentum * scalars.beta1
+    momentum += gradient * (1.0 - scalars.beta1)
+    variance = variance * scalars.beta2
+    variance += (gradient * gradient).mul_(1.0 - scalars.beta2)
+    denominator = square_root(variance).div_(scalars.correction2).add_(scalars.eps)
+    update = torch.div(momentum, denominator, out=denominator).mul_(scalars.step_size)
+    if differs(scalars.decay, 1.0):
         weight = weight * scalars.decay
-    weight = weight - momentum / denominator * scalars.step_size
-    return weight, (momentum, variance)
+        return weight.sub_(update), (momentum, variance)
+    return weight - update, (momentum, variance)
 
 
 @dataclass(frozen=True)
@@ -149,7 +158,7 @@ def lion_update(
     (momentum,) = moments
     direction = torch.sign(momentum * scalars.beta1 + gradient * (1.0 - scalars.beta1))
     momentum = momentum * scalars.beta2 + gradient * (1.0 - scalars.beta2)
-    if scalars.decay != 1.0:
+    if differs(scalars.decay, 1.0):
         weight = weight * scalars.decay
     return weight - direction * scalars.lr, (momentum,)
 
@@ -194,7 +203,7 @@ def sgd_update(
     weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: SgdScalars
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """One step of SGD as torch defines it (the learning rate outside the momentum); without moments, plain SGD."""
-    if scalars.l2:
+    if differs(scalars.l2, 0.0):
         gradient = gradient + weight * scalars.l2
     direction = gradient
     if moments:
@@ -202,7 +211,7 @@ def sgd_update(
         momentum = momentum * scalars.momentum + gradient * scalars.gain
         direction = gradient + momentum * scalars.momentum if scalars.nesterov else momentum
         moments = (momentum,)
-    if scalars.decay != 1.0:
+    if differs(scalars.decay, 1.0):
         weight = weight * scalars.decay
     return weight - direction * scalars.lr, moments
 
