@@ -146,6 +146,10 @@ class DeviceTable:
         if not self._cuda:
             self.device.copy_(torch.from_numpy(self.host))
             return
+        with torch.cuda.device(self.device.device):  # whose stream the copy takes, whatever device is the current one
+            self._upload()
+
+    def _upload(self) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "a parameter, gradient or state moved while a CUDA graph is captured; run a step before it and "
@@ -188,7 +192,9 @@ class TaskList:
         """Return the tasks as int32 [tasks, TASK_COLUMNS] on the device, or None where there are none."""
         if not self._parts:
             return None
-        return torch.from_numpy(np.concatenate(self._parts)).to(device)
+        table = torch.from_numpy(np.concatenate(self._parts))
+        # Pinned, the copy does not make the host wait; torch keeps the memory until it is done.
+        return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
 
 def fill_segment(

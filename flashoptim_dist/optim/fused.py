@@ -45,6 +45,7 @@ from flashoptim_dist.optim.launches import (
 )
 from flashoptim_dist.optim.rules import Hyperparameters
 from flashoptim_dist.optim.state import ERROR_BITS, STEP
+from flashoptim_dist.optim.watch import StateWatch, check_state
 from flashoptim_dist.sharding import local_tensor
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ class Plan:
                 self.hyperparameters.append(task.hyperparameters)
                 self.group_ends.append(row)
             self.group_ends[-1] = row + 1
+        for task in tasks:
+            check_state(task)
         self._watch(tasks)
         self.scalars = torch.zeros(len(tasks), SCALAR_COLUMNS, dtype=torch.float32, device=self.device)
         self.steps = DeviceTable(len(tasks), 2, self.device)
@@ -158,6 +161,7 @@ class Plan:
         self._contiguous = [task.gradient.is_contiguous() for task in tasks]
         strided = [(row, task.gradient.stride()) for row, task in enumerate(tasks) if not self._contiguous[row]]
         self._strided = strided
+        self._state_watch = StateWatch(tasks)
         self._unsettled = False
 
     def _locals(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -171,9 +175,11 @@ class Plan:
     def is_current(self, hyperparameters: Sequence[Hyperparameters]) -> bool:
         """Return whether the plan still describes its parameters; pointers that moved are put into the tables.
 
-        Never true where a weight changed since the last step, a gradient is missing or of another form, or options that
-        are compiled into the kernels changed.
+        Never true where a weight changed since the last step, a state tensor was replaced, a gradient is missing or of
+        another form, or options that are compiled into the kernels changed.
         """
+        if not self._state_watch.holds():
+            return False
         parameters = self.parameters
         gradients: list[Any] = [parameter.grad for parameter in parameters]
         try:

@@ -60,7 +60,9 @@ class AdvanceInputs:
 
 def compiled_options(hyper: Hyperparameters) -> tuple[Any, ...]:
     """Return what of a group's hyperparameters is compiled into its kernel; all else may change from step to step."""
-    return type(hyper), hyper.l2 != 0.0, isinstance(hyper, SgdHyperparameters) and hyper.nesterov
+    if isinstance(hyper, SgdHyperparameters):
+        return type(hyper), hyper.l2 != 0.0, hyper.nesterov, hyper.momentum != 0.0
+    return type(hyper), hyper.l2 != 0.0
 
 
 def tuning(options: KernelOptions, elements: int) -> Tuning:

@@ -146,8 +146,8 @@ class FusedStepper:
     def keep(self) -> None:
         """Let the next step go by these plans: all parameters with a gradient are in them."""
         planned = {parameter for plan in self._plans for parameter in plan.parameters}
-        every = [parameter for parameter, _, _, _ in self._optimizer._named() if parameter.requires_grad]
-        self._idle = [parameter for parameter in every if parameter not in planned]
+        # Frozen ones too: they may be unfrozen.
+        self._idle = [parameter for parameter, _, _, _ in self._optimizer._named() if parameter not in planned]
         self._state, self._states = self._optimizer.state, len(self._optimizer.state)
         self._kept = bool(self._plans) and not self._partial
 
