@@ -1,0 +1,95 @@
+"""The family's update rules in fp64, restated from their papers, and what one rounding to the format may change.
+
+Independent of the library: nothing here calls its rules, encoders or decoders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Moments = dict[str, Tensor]
+
+EXPLICIT_BITS = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}
+SMALLEST_EXPONENT = {torch.bfloat16: -126, torch.float16: -14, torch.float32: -126}
+
+
+def adam(
+    weight: Tensor, gradient: Tensor, moments: Moments, step: int, o: Mapping[str, Any], decoupled: bool
+) -> Tensor:
+    """Adam (arXiv 1412.6980, Algorithm 1), AdamW (arXiv 1711.05101, Algorithm 2); moments change in place."""
+    decay, (beta1, beta2) = o["weight_decay"], o["betas"]
+    if not decoupled:
+        gradient = gradient + decay * weight
+    moments["exp_avg"] = beta1 * moments["exp_avg"] + (1 - beta1) * gradient
+    moments["exp_avg_sq"] = beta2 * moments["exp_avg_sq"] + (1 - beta2) * gradient**2
+    corrected = moments["exp_avg"] / (1 - beta1**step)
+    root = (moments["exp_avg_sq"] / (1 - beta2**step)).sqrt()
+    return weight - o["lr"] * (corrected / (root + o["eps"]) + (decay * weight if decoupled else 0.0))
+
+
+def lion(weight: Tensor, gradient: Tensor, moments: Moments, o: Mapping[str, Any]) -> Tensor:
+    """Lion (arXiv 2302.06675, Algorithm 2)."""
+    beta1, beta2 = o["betas"]
+    momentum = moments["exp_avg"]
+    moments["exp_avg"] = beta2 * momentum + (1 - beta2) * gradient
+    direction = torch.sign(beta1 * momentum + (1 - beta1) * gradient)
+    return weight - o["lr"] * (direction + o["weight_decay"] * weight)
+
+
+def sgd(weight: Tensor, gradient: Tensor, moments: Moments, step: int, o: Mapping[str, Any], decoupled: bool) -> Tensor:
+    """SGD as torch documents it: the first step is not dampened, and the learning rate stays out of the momentum."""
+    if not decoupled:
+        gradient = gradient + o["weight_decay"] * weight
+    direction = gradient
+    if o["momentum"]:
+        gain = 1.0 if step == 1 else 1.0 - o["dampening"]
+        moments["momentum_buffer"] = o["momentum"] * moments["momentum_buffer"] + gain * gradient
+        momentum = moments["momentum_buffer"]
+        direction = gradient + o["momentum"] * momentum if o["nesterov"] else momentum
+    return weight - o["lr"] * (direction + (o["weight_decay"] * weight if decoupled else 0.0))
+
+
+def grouped(tensor: Tensor) -> Tensor:
+    """[groups, 32] of a state's codes or values, rows (last dimension, or all but the first) padded with zeros."""
+    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.shape[-1] >= 32 else tensor.reshape(tensor.shape[0], -1)
+    padding = -rows.shape[1] % 32
+    return torch.nn.functional.pad(rows, (0, padding)).reshape(-1, 32)
+
+
+def decoded(codes: Tensor, scale: Tensor | None) -> Tensor:
+    """fp64 moment of a state entry: itself, or s y |y| with y = code / 127 (int8), (s y^2)^2 with y = code / 255."""
+    if scale is None:
+        return codes.double()
+    s = scale.double().reshape(-1, 1)
+    if codes.dtype == torch.int8:
+        y = grouped(codes).double() / 127
+        values = s * y * y.abs()
+    else:
+        y = grouped(codes).double() / 255
+        values = (s * y * y) ** 2
+    flat = codes.shape[-1] < 32
+    rows, length = (codes.shape[0], codes[0].numel()) if flat else (codes.numel() // codes.shape[-1], codes.shape[-1])
+    return values.reshape(rows, -1)[:, :length].reshape(codes.shape)
+
+
+def moment_bound(exact: Tensor, scale: Tensor, levels: int, unit: float) -> Tensor:
+    """[groups, 32]: how far a decoded momentum (levels 127) or root variance (255) may lie from its exact value.
+
+    The code is the exact one, y = sqrt(|x| / s), plus at most ``unit`` codes (1/2 to nearest, 1 at random), so that
+    s y^2 moves by at most s (2 y d + d^2), d = unit / levels.
+    """
+    s = scale.double().reshape(-1, 1)
+    delta = unit / levels
+    y = (grouped(exact).abs() / s.clamp(min=1e-300)).sqrt().clamp(max=1.0)
+    return s * (2 * y * delta + delta**2)
+
+
+def weight_bound(weight: Tensor, dtype: torch.dtype, correction_bits: int, unit: float) -> Tensor:
+    """``unit`` ulps of a weight of ``dtype`` that is ``correction_bits`` longer, not finer than fp32's."""
+    finest = min(EXPLICIT_BITS[dtype] + correction_bits, 23)
+    exponent = torch.floor(torch.log2(weight.abs().clamp(min=2.0 ** SMALLEST_EXPONENT[dtype])))
+    return unit * torch.exp2(exponent - finest)
