@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from flashoptim_dist.optim import reference
-from flashoptim_dist.optim.rules import Hyperparameters
+from flashoptim_dist.optim.rules import Hyperparameters, Rule
 from flashoptim_dist.optim.state import ERROR_BITS, STEP
 from flashoptim_dist.optim.update_check import counting
 from flashoptim_dist.sharding import local_tensor
@@ -38,7 +38,8 @@ class StepTask:
 
 
 def step_with_torch(tasks: Sequence[StepTask], gradient_factor: float) -> None:
-    """Step in pure torch, one parameter after the other; the definition of the step, on any device."""
+    """Step in pure torch, on any device, to the bits of the definition."""
+    steps: list[tuple[reference.ParameterStep, Rule]] = []
     for task in tasks:
         state, record, hyperparameters = task.state, task.record, task.hyperparameters
         state[STEP] += 1
@@ -55,17 +56,16 @@ def step_with_torch(tasks: Sequence[StepTask], gradient_factor: float) -> None:
         rule = hyperparameters.rule
         if task.counter is not None and float(hyperparameters.lr) != 0.0:
             rule = counting(rule, task.counter, task.weight.dtype, record.correction_bits, record.noise_key is not None)
-        reference.step_parameter(
-            reference.ParameterStep(
-                layout=record.layout,
-                weight=task.weight,
-                gradient=task.gradient,
-                correction=None if error_bits is None else local_tensor(error_bits),
-                moments=moments,
-                scalars=hyperparameters.scalars(step, fresh=task.fresh_moments or step == 1),
-                gradient_factor=-gradient_factor if hyperparameters.maximize else gradient_factor,
-                noise_key=record.noise_key,
-                step=step,
-            ),
-            rule,
+        task_step = reference.ParameterStep(
+            layout=record.layout,
+            weight=task.weight,
+            gradient=task.gradient,
+            correction=None if error_bits is None else local_tensor(error_bits),
+            moments=moments,
+            scalars=hyperparameters.scalars(step, fresh=task.fresh_moments or step == 1),
+            gradient_factor=-gradient_factor if hyperparameters.maximize else gradient_factor,
+            noise_key=record.noise_key,
+            step=step,
         )
+        steps.append((task_step, rule))
+    reference.step_parameters(steps)

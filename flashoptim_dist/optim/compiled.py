@@ -103,6 +103,8 @@ def step_block(block: Block, rule: Rule, scratch: Scratch) -> None:
         return
     views = scratch.views(elements, len(block.moments))
     master = eager.load_master(block, views)
+    if block.gradient.dtype == torch.float16:  # torch.compile does not like it beside bf16 scales
+        block = dataclasses.replace(block, gradient=views.gradient.copy_(block.gradient))
     kind = _kind_of(block, rule)
     arguments = _arguments(block, master, views)
     try:
@@ -117,11 +119,10 @@ def step_block(block: Block, rule: Rule, scratch: Scratch) -> None:
 def _give_up(error: Exception) -> None:
     global _failed
     _failed = True
-    reason = str(error).strip().splitlines()
+    reason = (str(error).strip() or "no message").splitlines()[0]
     warnings.warn(
-        "the CPU step could not be compiled and runs in eager mode, some times slower, with the same results "
-        f"({type(error).__name__}: {reason[0] if reason else 'no message'}). flashoptim_dist.optim.cpu_backend('eager') "
-        "silences this",
+        "the CPU step could not be compiled and runs in eager mode: slower, with the same results "
+        f"({type(error).__name__}: {reason}). flashoptim_dist.optim.cpu_backend('eager') silences this",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -241,8 +242,12 @@ def _kernel(kind: _Kind) -> Callable[..., None]:
 
     # torch.compile keeps what it compiled by code object, at most some of them for each.
     step.__code__ = step.__code__.replace(co_name=f"step_{next(_names)}")
-    options = {"cpp.enable_floating_point_contract_flag": "off", "cpp.enable_unsafe_math_opt_flag": False}
-    compiled = torch.compile(step, fullgraph=True, options={**options, "cpp.dynamic_threads": not kind.one_thread})
+    options: dict[str, Any] = {
+        "cpp.enable_floating_point_contract_flag": "off",
+        "cpp.enable_unsafe_math_opt_flag": False,
+        "cpp.dynamic_threads": not kind.one_thread,
+    }
+    compiled = torch.compile(step, fullgraph=True, options=options)
     marked = False
 
     def call(*arguments: Any) -> None:

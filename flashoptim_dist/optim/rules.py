@@ -3,8 +3,9 @@ restate them.
 
 A rule gets tensors of one shape and the scalars of one parameter, and returns new tensors. The scalars are floats, or
 0-dim fp64 tensors for those that are neither 0 nor 1, so that the compiled CPU step can take other values without
-compiling again: a rule compares them through :func:`differs` alone. It knows nothing of formats, sharding or devices. All are written without fused multiply-adds (lerp, addcmul, addcdiv), whose
-vector tails would make bits depend on the shard.
+compiling again: a rule compares them through :func:`differs` alone. It knows nothing of formats, sharding or devices.
+All are written without fused multiply-adds (lerp, addcmul, addcdiv), whose vector tails would make bits depend on the
+shard.
 
 Two records per rule: the *hyperparameters* of a group, as the user set them (the learning rate may be a tensor), and
 the *scalars* of one step of one parameter, computed from them in double precision.
