@@ -29,8 +29,8 @@ from flashoptim_dist.sharding import local_tensor
 ROUNDING = 2.0**-20
 UNEQUAL_CODES = 1 / 500
 
-FLAT = (9, 32)
-"""A block of 256 elements for the flat kernel, and a tail of one group for the general one."""
+FLAT = (17, 32)
+"""Whole blocks for the flat kernel, of 256 elements interpreted and 512 compiled, and a tail of one group."""
 
 RAGGED = (3, 40)
 """Rows that end in a partial group."""

@@ -155,8 +155,8 @@ EVENTS: list[tuple[type[FlashOptimizer], dict[str, Any], Event]] = [
 
 
 FAST = (
-    nothing, move_gradients, misalign_gradients, drop_a_gradient, reload_state, replace_state_tensors, overwrite_weights,
-    change_learning_rate, add_a_group, unfreeze, switch_momentum_on,
+    nothing, move_gradients, misalign_gradients, drop_a_gradient, reload_state, replace_state_tensors,
+    overwrite_weights, change_learning_rate, add_a_group, unfreeze, switch_momentum_on,
 )  # fmt: skip
 
 
