@@ -122,9 +122,8 @@ def main() -> None:
         off = (decoded / variance).sqrt().sub_(1.0)
         unit, inverse = momentum_unit(decoded)
         assert torch.equal(unit * inverse, torch.ones_like(unit))
-        print(
-            f"lognormal spread {spread:g}: sqrt(v) off by {off.square().mean().sqrt():.4f} rms; encoded again: {kept:.2%} same"
-        )
+        error = off.square().mean().sqrt()
+        print(f"lognormal spread {spread:g}: sqrt(v) off by {error:.4f} rms; encoded again: {kept:.2%} same")
 
 
 if __name__ == "__main__":
