@@ -1,9 +1,9 @@
 """Triton functions for the proposed format version 2; see fd1_version2.py for the definition, docs/numerics.md for why.
 
 Not used by the library. They were compiled for sm_90 (triton 3.6) inside an earlier form of ``kernels/adam.py``, before
-its rare path went group by group, and have not been run on a card. Interpreted, ``variance_word``,
-``encode_variance`` and ``decode_variance`` gave the bits of fd1_version2.py over 3 steps of 8,192 elements. ``compressed_update`` stands where that kernel's
-update of compressed moments stood; after it, the kernel encodes so:
+its rare path went group by group, and have not been run on a card. Interpreted, ``variance_word``, ``encode_variance``
+and ``decode_variance`` gave the bits of fd1_version2.py over 3 steps of 8,192 elements. ``compressed_update`` stands
+where that kernel's update of compressed moments stood; after it, the kernel encodes so:
 
     lowest, shift = variance_grid(word)
     v_code, u = encode_variance(v, lowest, shift, words if STOCHASTIC else rotation)
