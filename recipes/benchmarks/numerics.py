@@ -77,7 +77,7 @@ def main(config: Config) -> dict[str, object]:
 
     results = run(families, config.betas2, subjects, steps, report)
     specials: list[Special] = []
-    odd_steps = min(steps, 400)
+    odd_steps = 40 if config.smoke else min(steps, 400)
     for beta2 in sorted({config.betas2[0], config.betas2[-1]}):
         specials += drift(drift_steps, beta2, config.device)
         for rounding in ROUNDINGS:
