@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import torch
 import tyro
+from checks import run_checks
 from rich.console import Console
 from rich.table import Table
 from shapes import MODELS, SMOKE_MODELS, Shape
@@ -49,6 +50,8 @@ class Config:
     """Only models whose name contains one of these."""
     peers: tuple[str, ...] = ()
     """Only optimizers whose name contains one of these; all by default."""
+    checks: bool = False
+    """Also measure host time on DTensors and memory beside the states, and compare captured steps with eager ones."""
     prototype: Path | None = None
     """Folder with proto4.py, an earlier prototype of the kernel, to time as well."""
     output: Path | None = None
@@ -352,6 +355,9 @@ def main(config: Config) -> list[Result]:
     chosen = {n: s for n, s in models.items() if not config.models or any(model in n for model in config.models)}
     if device.type == "cuda":
         print(f"clocks under load: {clocks_under_load(device, next(iter(chosen.values())))}")
+    if config.checks:
+        for line in run_checks(next(iter(chosen.values())), device, config.repetitions):
+            print(line, flush=True)
     results = []
     candidates = optimizers(config, device)
     for model, shapes in chosen.items():
