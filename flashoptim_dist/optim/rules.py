@@ -8,14 +8,15 @@ All are written without fused multiply-adds (lerp, addcmul, addcdiv), whose vect
 shard.
 
 Two records per rule: the *hyperparameters* of a group, as the user set them (the learning rate may be a tensor), and
-the *scalars* of one step of one parameter, computed from them in double precision.
+the *scalars* of one step of one parameter, computed from them in double precision. ``lasting`` names the scalars that
+stay over a training as a rule; they are compiled into the CPU step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -80,6 +81,8 @@ class AdamScalars:
     l2: float
     step_size: float
     correction2: float
+
+    lasting: ClassVar[tuple[str, ...]] = ("beta1", "beta2", "eps", "l2")
 
 
 def adam_scalars(
@@ -151,6 +154,8 @@ class LionScalars:
     beta2: float
     decay: float
 
+    lasting: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
+
 
 def lion_update(
     weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: LionScalars
@@ -198,6 +203,8 @@ class SgdScalars:
     nesterov: bool
     decay: float
     l2: float
+
+    lasting: ClassVar[tuple[str, ...]] = ("momentum", "l2")
 
 
 def sgd_update(

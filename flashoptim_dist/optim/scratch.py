@@ -33,8 +33,10 @@ class Views:
     size_bits: Tensor
     moments: tuple[Tensor, ...]
     groups: Tensor
+    largest: tuple[Tensor, ...]
     bytes: Tensor
     ramp: Tensor
+    group_ramp: Tensor
     lanes: Tensor
 
 
@@ -45,7 +47,7 @@ class Scratch:
         self.staging = Staging()
         self._capacity = 0
         self._buffers: list[Tensor] = []
-        self._ramp = self._bytes = self._groups = torch.empty(0)
+        self._ramp = self._group_ramp = self._bytes = self._groups = torch.empty(0)
         self._views: dict[tuple[int, int], Views] = {}
 
     def views(self, elements: int, moments: int) -> Views:
@@ -65,11 +67,15 @@ class Scratch:
             self._views = {}
             self._ramp = torch.arange(padded, dtype=torch.int32, device="cpu") * as_int32(HASH_STRIDE)
             self._bytes = torch.empty(padded, dtype=torch.uint8, device="cpu")
-            self._groups = torch.empty(padded // GROUP_SIZE, dtype=torch.int32, device="cpu")
+            self._group_ramp = self._ramp[::GROUP_SIZE].clone()
         while len(self._buffers) < 4 + moments:
             self._buffers.append(torch.empty(self._capacity, dtype=torch.int32, device="cpu"))
+        if self._groups.shape != (1 + len(self._buffers) - 4, self._capacity // GROUP_SIZE):
+            shape = (1 + len(self._buffers) - 4, self._capacity // GROUP_SIZE)
+            self._groups = torch.empty(shape, dtype=torch.int32, device="cpu")
         if len(self._views) >= _MOST_SIZES:
             self._views.pop(next(iter(self._views)))
+        groups = elements // GROUP_SIZE
         words, spare, master, gradient, *values = (buffer[:elements] for buffer in self._buffers)
         views = Views(
             words=words,
@@ -81,9 +87,11 @@ class Scratch:
             size=gradient.view(torch.float32),
             size_bits=gradient,
             moments=tuple(value.view(torch.float32) for value in values[:moments]),
-            groups=self._groups[: elements // GROUP_SIZE],
+            groups=self._groups[0, :groups],
+            largest=tuple(self._groups.view(torch.float32)[1 + number, :groups] for number in range(moments)),
             bytes=self._bytes[:elements],
             ramp=self._ramp[:elements],
+            group_ramp=self._group_ramp[:groups],
             lanes=self._ramp[:GROUP_SIZE],
         )
         self._views[(elements, moments)] = views
