@@ -25,7 +25,7 @@ class BadInput(Exception):
 
 
 def exit_on_bad_input(run: Callable[[], None]) -> None:
-    """Call `run`; a `BadInput` becomes one line on rank 0's stderr and exit code 2 on every rank.
+    """Call `run` and leave the process; a `BadInput` becomes one line on rank 0's stderr and exit code 2 on every rank.
 
     The ranks leave together, so that torchrun sees every one of them end with code 2 instead of ending the slower ones
     itself. A rank that is not on its way out cannot hold the others: after 20 seconds they leave without it. Any other
@@ -40,6 +40,8 @@ def exit_on_bad_input(run: Callable[[], None]) -> None:
     except Exception:
         traceback.print_exc()
         _leave(1)
+    # All is saved and closed. Python's own way out would meet gloo's threads, which now and then abort the process.
+    _leave_together(0)
 
 
 def _speaks() -> bool:

@@ -32,9 +32,11 @@ def _train_until_killed(directory: str, victim: int, delay_s: float, background:
         net = build()
         optimizer = flash(net)
         checkpointer = Checkpointer(directory, net, optimizer, keep_last=2, background=background)
-    if dist.get_rank() == victim:
-        threading.Timer(delay_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    # The first life ends only after two saves, however slow the machine, so that there is something to lose.
+    doomed_from = done if done else 2
     for step in range(done, MOST_STEPS):
+        if step == doomed_from and dist.get_rank() == victim:
+            threading.Timer(delay_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
         steps(net, optimizer, [step])
         checkpointer.save(step + 1)
         if dist.get_rank() == 0:
