@@ -12,6 +12,7 @@ import flashoptim_dist as fod
 from tests.kernels.pairs import (
     FLAT,
     RAGGED,
+    ROUNDING,
     SMALL,
     Case,
     bf16,
@@ -25,6 +26,7 @@ from tests.kernels.pairs import (
     random_weights,
     set_gradient,
     step_both,
+    unit_of,
 )
 from tests.numbers import assert_same_bits
 
@@ -150,10 +152,11 @@ def test_stale_corrections(kind: type, dtype: torch.dtype, device: torch.device)
     other.step()
     for weight, copy in zip(weights, copies, strict=True):
         a, b = decoded(optimizer, weight)["weight"], decoded(other, copy)["weight"]
-        # Zero and its tiny update: equal up to the rounding of the update, 1e-3 at most.
         assert torch.equal(torch.isfinite(a), torch.isfinite(b))
         finite = torch.isfinite(a)
-        assert (a - b)[finite].abs().max() <= 1e-3 * 2**-16
+        # The first update is lr in size.
+        allowed = unit_of(a, dtype, 8) + ROUNDING * (a.abs() + options["lr"])
+        assert ((a - b).abs() <= allowed)[finite].all()
         assert torch.equal(torch.isnan(a), torch.isnan(b))
 
 
@@ -165,17 +168,10 @@ def test_constant_gradients_keep_the_largest_variance_code(device: torch.device)
     """
     torch.manual_seed(0)
     scales = torch.arange(256, 256 + 256, dtype=torch.float64) / 256  # 8 significant bits: all bf16 numbers of a binade
-    weights = [torch.nn.Parameter(torch.zeros(256, 32, dtype=fp32))]
-    optimizer = fod.FlashAdamW(named(weights), betas=(0.0, 0.0), fused=True)
-    copies, _ = copy_of(optimizer_with_state(optimizer), weights, device, betas=(0.0, 0.0))
-    tested = fod.FlashAdamW(named(copies), betas=(0.0, 0.0), fused=True)
+    weight = torch.nn.Parameter(torch.zeros(256, 32, device=device))
+    optimizer = fod.FlashAdamW(named([weight]), betas=(0.0, 0.0), fused=True)
     for _ in range(1 if device.type == "cpu" else 50):
-        copies[0].grad = (scales.float().unsqueeze(1) * torch.ones(32)).to(device)
-        tested.step()
-        assert tested.state[copies[0]]["exp_avg_sq"].min() >= 254
-        assert tested.state[copies[0]]["exp_avg"].min() >= 126
-
-
-def optimizer_with_state(optimizer: fod.FlashAdamW) -> fod.FlashAdamW:
-    optimizer.init_state()
-    return optimizer
+        weight.grad = (scales.float().unsqueeze(1) * torch.ones(32)).to(device)
+        optimizer.step()
+        assert optimizer.state[weight]["exp_avg_sq"].min() >= 254
+        assert optimizer.state[weight]["exp_avg"].min() >= 126
