@@ -14,6 +14,11 @@ from torch import Tensor
 _MOST_THREADS_FOR_NUMPY = 4
 
 
+def numpy_takes_roots() -> bool:
+    """Return whether roots on CPU are numpy's, which are exact and use one thread."""
+    return torch.get_num_threads() <= _MOST_THREADS_FOR_NUMPY
+
+
 def square_root(x: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the correctly rounded square root (IEEE 754) of a tensor of any dtype and device; NaN below zero.
 
@@ -25,7 +30,7 @@ def square_root(x: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.sqrt(x) if out is None else torch.sqrt(x, out=out)
     if out is None:
         out = torch.empty_like(x)
-    if torch.get_num_threads() > _MOST_THREADS_FOR_NUMPY:
+    if not numpy_takes_roots():
         # Rounding to fp32 an fp64 root that is off by one fp64 ulp is exact: no root of an fp32 number comes so close
         # to the middle between two fp32 numbers. Three passes, but by all threads.
         return out.copy_(x.to(torch.float64).sqrt_())

@@ -16,11 +16,12 @@ import math
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from flashoptim_dist.formats import GROUP_SIZE, merge
-from flashoptim_dist.formats.exact import square_root
+from flashoptim_dist.formats import merge
+from flashoptim_dist.formats.exact import numpy_takes_roots, square_root
 from flashoptim_dist.formats.moments import LARGEST_MOMENTUM_SCALE, LARGEST_VARIANCE_SCALE
 from flashoptim_dist.formats.rounding import HASH_MULTIPLIER, HASH_SHIFTS, as_int32, rotation
 from flashoptim_dist.formats.spec import MOMENTUM_LEVELS, VARIANCE_FLOOR, VARIANCE_LEVELS
@@ -97,14 +98,19 @@ def _noise(block: Block, views: Views) -> Tensor:
     """Return noise words with the highest bit flipped: shifted right by 16, they are the variance's noise - 2**15."""
     words, spare, start = views.words, views.spare, block.noise_start
     if isinstance(start, Tensor):
-        torch.add(start, views.lanes, out=words.view(-1, GROUP_SIZE))
+        torch.add(start, views.lanes, out=views.words_grouped)
     else:
         assert start is not None
         torch.add(views.ramp, _int32(start), out=words)
     torch.bitwise_right_shift(words, _FIRST_SHIFT, out=spare).bitwise_and_(_FIRST_MASK)
     words.bitwise_xor_(spare).mul_(_MULTIPLIER)
     torch.bitwise_right_shift(words, _SECOND_SHIFT, out=spare).bitwise_and_(_SECOND_MASK)
-    return words.bitwise_xor_(spare).add_(_int32(rotation(block.step) + _SIGN))
+    return words.bitwise_xor_(spare).add_(_rotation_and_sign(block.step))
+
+
+@lru_cache(maxsize=64)
+def _rotation_and_sign(step: int) -> Tensor:
+    return _int32(rotation(step) + _SIGN)
 
 
 def _plain(words: Tensor | None) -> Tensor | None:
@@ -177,13 +183,13 @@ def _load_moment(moment: MomentTensors, views: Views, number: int) -> Tensor:
     if moment.scale is None:
         return moment.values
     value = views.moments[number].copy_(moment.values)
-    scale = moment.scale.to(torch.float32).view(-1, 1)
+    views.largest[number].copy_(moment.scale)
     if moment.signed:
         value.mul_(_MOMENTUM_UNIT).mul_(torch.abs(value, out=views.spare_float))
-        value.view(-1, GROUP_SIZE).mul_(scale)
+        views.moments_grouped[number].mul_(views.largest_grouped[number])
         return value
     value.mul_(_VARIANCE_UNIT).mul_(value)
-    value.view(-1, GROUP_SIZE).mul_(scale)
+    views.moments_grouped[number].mul_(views.largest_grouped[number])
     return value.mul_(value)
 
 
@@ -203,17 +209,24 @@ def _store_moments(block: Block, after: tuple[Tensor, ...], words: Tensor | None
 
 def _divide_by_scale(moment: MomentTensors, views: Views, largest: int) -> bool:
     """Store the scales of the magnitudes in ``size`` and divide by them; False where a scale is out of the ordinary."""
-    groups = torch.amax(views.size_bits.view(-1, GROUP_SIZE), dim=-1, out=views.groups)
+    groups = torch.amax(views.size_bits_grouped, dim=-1, out=views.groups)
     if int(groups.max()) > largest << 16:
         return False
     groups.add_(_LOW_16).bitwise_and_(_TO_BF16_MASK)
-    scale = groups.view(torch.float32)
     assert moment.scale is not None
-    moment.scale.copy_(scale)
+    moment.scale.view(-1, 1).copy_(views.scales_grouped)
     # An all-zero group is divided by the smallest scale there is.
     torch.maximum(groups, _SMALLEST_BF16, out=groups)
-    views.size.view(-1, GROUP_SIZE).div_(scale.view(-1, 1))
+    views.size_grouped.div_(views.scales_grouped)
     return True
+
+
+def _take_root_of_size(views: Views) -> None:
+    """Replace ``size``, which is finite and >= 0, by its square root."""
+    if numpy_takes_roots():
+        np.sqrt(views.size_array, out=views.size_array)
+    else:
+        square_root(views.size, out=views.size)
 
 
 def _store_momentum(moment: MomentTensors, value: Tensor, words: Tensor | None, views: Views) -> bool:
@@ -222,7 +235,8 @@ def _store_momentum(moment: MomentTensors, value: Tensor, words: Tensor | None, 
     torch.abs(value, out=size)
     if not _divide_by_scale(moment, views, LARGEST_MOMENTUM_SCALE):
         return False
-    square_root(size, out=size).mul_(_MOMENTUM_LEVELS if words is None else _MOMENTUM_FINE)
+    _take_root_of_size(views)
+    size.mul_(_MOMENTUM_LEVELS if words is None else _MOMENTUM_FINE)
     bits.bitwise_or_(torch.bitwise_and(value.view(torch.int32), _SIGN_BIT, out=spare))
     size.add_(_MOMENTUM_ROUNDER)
     if words is None:
@@ -242,7 +256,7 @@ def _store_variance(moment: MomentTensors, value: Tensor, words: Tensor | None, 
     # A NaN can have its sign set and then is no largest pattern; it is the minimum of floats in any case.
     if math.isnan(smallest) or not _divide_by_scale(moment, views, LARGEST_VARIANCE_SCALE):
         return False
-    square_root(size, out=size)
+    _take_root_of_size(views)
     if words is None:
         size.mul_(_VARIANCE_LEVELS).add_(_VARIANCE_ROUNDER)
         codes.copy_(bits)

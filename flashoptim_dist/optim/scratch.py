@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ class Views:
     """
 
     words: Tensor
+    words_grouped: Tensor
     spare: Tensor
     spare_float: Tensor
     master: Tensor
@@ -31,9 +34,15 @@ class Views:
     gradient: Tensor
     size: Tensor
     size_bits: Tensor
+    size_grouped: Tensor
+    size_bits_grouped: Tensor
+    size_array: np.ndarray[Any, Any]
     moments: tuple[Tensor, ...]
+    moments_grouped: tuple[Tensor, ...]
     groups: Tensor
+    scales_grouped: Tensor
     largest: tuple[Tensor, ...]
+    largest_grouped: tuple[Tensor, ...]
     bytes: Tensor
     ramp: Tensor
     group_ramp: Tensor
@@ -76,19 +85,33 @@ class Scratch:
         if len(self._views) >= _MOST_SIZES:
             self._views.pop(next(iter(self._views)))
         groups = elements // GROUP_SIZE
-        words, spare, master, gradient, *values = (buffer[:elements] for buffer in self._buffers)
+        words, spare, master, size, *values = (buffer[:elements] for buffer in self._buffers)
+        floats = [value.view(torch.float32) for value in values[:moments]]
+        group_bits = self._groups[0, :groups]
+        largest = [self._groups.view(torch.float32)[1 + number, :groups] for number in range(moments)]
+
+        def grouped(tensor: Tensor) -> Tensor:
+            return tensor[: groups * GROUP_SIZE].view(groups, GROUP_SIZE)
+
         views = Views(
             words=words,
+            words_grouped=grouped(words),
             spare=spare,
             spare_float=spare.view(torch.float32),
             master=master.view(torch.float32),
             master_bits=master,
-            gradient=gradient.view(torch.float32),
-            size=gradient.view(torch.float32),
-            size_bits=gradient,
-            moments=tuple(value.view(torch.float32) for value in values[:moments]),
-            groups=self._groups[0, :groups],
-            largest=tuple(self._groups.view(torch.float32)[1 + number, :groups] for number in range(moments)),
+            gradient=size.view(torch.float32),
+            size=size.view(torch.float32),
+            size_bits=size,
+            size_grouped=grouped(size.view(torch.float32)),
+            size_bits_grouped=grouped(size),
+            size_array=size.view(torch.float32).numpy(),
+            moments=tuple(floats),
+            moments_grouped=tuple(map(grouped, floats)),
+            groups=group_bits,
+            scales_grouped=group_bits.view(torch.float32).view(-1, 1),
+            largest=tuple(largest),
+            largest_grouped=tuple(value.view(-1, 1) for value in largest),
             bytes=self._bytes[:elements],
             ramp=self._ramp[:elements],
             group_ramp=self._group_ramp[:groups],
