@@ -95,7 +95,8 @@ def whole(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
     carrier = torch.float32 if tensor.is_floating_point() else torch.int32
-    return tensor.detach().to(carrier).full_tensor().to(tensor.dtype)
+    # A copy in any case: on one rank full_tensor() is the live tensor itself.
+    return tensor.detach().to(carrier).full_tensor().to(tensor.dtype, copy=True)
 
 
 def whole_state(optimizer: FlashOptimizer, parameter: Tensor) -> dict[str, Tensor]:
