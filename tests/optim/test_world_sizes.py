@@ -166,7 +166,7 @@ def shard_block(model: nn.Module, dp: int, tp: int, replicas: int) -> nn.Module:
     return fully_shard(model, mesh=device_mesh["dp_replicate", "dp"] if replicas > 1 else device_mesh["dp"])
 
 
-def train_block(width: int, hidden: int, dp: int, tp: int, replicas: int) -> dict[str, State] | None:
+def train_block(width: int, hidden: int, dp: int, tp: int, replicas: int, quantize: bool) -> dict[str, State] | None:
     """Where each rank's elements lie is read off a copy whose values are indices; no placement is asked."""
     model = shard_block(initial_block(width, hidden), dp, tp, replicas)
     places = {
@@ -175,7 +175,7 @@ def train_block(width: int, hidden: int, dp: int, tp: int, replicas: int) -> dic
     }
     strided = [p for p in model.parameters() if any(isinstance(placement, _StridedShard) for placement in p.placements)]
     assert bool(strided) == (tp > 1)
-    optimizer = FlashAdamW(model.named_parameters(), lr=1e-2)
+    optimizer = FlashAdamW(model.named_parameters(), lr=1e-2, quantize=quantize)
     for step in range(1, STEPS + 1):
         for name, parameter in model.named_parameters():
             local = block_gradient(name, tuple(parameter.shape), step).reshape(-1)[places[name]]
@@ -207,9 +207,9 @@ def block_gradient(name: str, shape: tuple[int, ...], step: int) -> Tensor:
 
 
 @cache
-def block_alone(width: int, hidden: int) -> dict[str, State]:
+def block_alone(width: int, hidden: int, quantize: bool) -> dict[str, State]:
     model = initial_block(width, hidden)
-    optimizer = FlashAdamW(model.named_parameters(), lr=1e-2)
+    optimizer = FlashAdamW(model.named_parameters(), lr=1e-2, quantize=quantize)
     for step in range(1, STEPS + 1):
         for name, parameter in model.named_parameters():
             parameter.grad = block_gradient(name, tuple(parameter.shape), step)
@@ -218,23 +218,27 @@ def block_alone(width: int, hidden: int) -> dict[str, State]:
 
 
 @pytest.mark.parametrize(
-    "width, hidden, dp, tp, replicas",
+    "width, hidden, dp, tp, replicas, quantize",
     [
-        (64, 128, 2, 1, 1),
-        (64, 128, 1, 2, 1),
-        (64, 128, 2, 2, 1),
-        (64, 132, 2, 1, 1),
-        (96, 128, 2, 2, 1),
-        pytest.param(64, 128, 4, 2, 1, marks=pytest.mark.full),
-        pytest.param(64, 128, 2, 4, 1, marks=pytest.mark.full),
-        pytest.param(64, 128, 2, 2, 2, marks=pytest.mark.full),
-        pytest.param(96, 192, 3, 2, 1, marks=pytest.mark.full),
+        (64, 128, 2, 1, 1, True),
+        (64, 128, 1, 2, 1, True),
+        (64, 128, 2, 2, 1, True),
+        (64, 132, 2, 1, 1, True),
+        (96, 128, 2, 2, 1, True),
+        # Strided shards that are uneven, and some that are empty; rows are cut inside groups.
+        (64, 133, 2, 2, 1, False),
+        (64, 3, 2, 2, 1, False),
+        pytest.param(64, 128, 4, 2, 1, True, marks=pytest.mark.full),
+        pytest.param(64, 128, 2, 4, 1, True, marks=pytest.mark.full),
+        pytest.param(64, 128, 2, 2, 2, True, marks=pytest.mark.full),
+        pytest.param(96, 192, 3, 2, 1, True, marks=pytest.mark.full),
+        pytest.param(66, 134, 4, 2, 1, False, marks=pytest.mark.full),
     ],
 )
-def test_fsdp_and_tensor_parallel(width: int, hidden: int, dp: int, tp: int, replicas: int) -> None:
+def test_fsdp_and_tensor_parallel(width: int, hidden: int, dp: int, tp: int, replicas: int, quantize: bool) -> None:
     """FSDP2 over tensor parallelism: strided shards of dimension 0, both dimensions cut at once, replicated norms."""
-    results = run_ranks(dp * tp * replicas, train_block, width, hidden, dp, tp, replicas)
-    assert_same_states(results[0], block_alone(width, hidden))
+    results = run_ranks(dp * tp * replicas, train_block, width, hidden, dp, tp, replicas, quantize)
+    assert_same_states(results[0], block_alone(width, hidden, quantize))
 
 
 def refused_on(columns: int) -> str:
