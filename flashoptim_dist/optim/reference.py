@@ -5,7 +5,7 @@ On CPU a block is stepped by ``eager``; anywhere else by ``definition``. Both gi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -20,12 +20,15 @@ from flashoptim_dist.optim.blocks import (
     staged_blocks,
 )
 from flashoptim_dist.optim.rules import Rule
-from flashoptim_dist.optim.scratch import Scratch, scratch_of_thread
+from flashoptim_dist.optim.scratch import scratch_of_thread
 
 __all__ = ["CHUNK_ELEMENTS", "MomentTensors", "ParameterStep", "Rule", "step_parameter", "step_parameters"]
 
-CHUNK_ELEMENTS = 1 << 18
-"""Elements per block: working memory of some 8 bytes each per buffer stays near the cores; see docs/performance.md."""
+CHUNK_ELEMENTS = 1 << 19
+"""Most elements per block: a call of a compiled kernel is dear. Working memory is some 30 bytes for each."""
+
+_EAGER_ELEMENTS_PER_THREAD = 1 << 17
+"""In eager mode, which passes over a block many times, more would leave the cores' caches; fewer pay torch's calls."""
 
 _SMALL_ELEMENTS = 1 << 15
 """Up to this size, copying a parameter into a block with others costs less than torch's calls for a block of its
@@ -33,21 +36,27 @@ own.
 """
 
 
-def step_parameter(task: ParameterStep, rule: Rule, chunk_elements: int = CHUNK_ELEMENTS) -> None:
+def step_parameter(task: ParameterStep, rule: Rule, chunk_elements: int | None = None) -> None:
     """Update weight, correction and moments of one parameter in place.
 
     Args:
         task: local tensors, all on one device.
         rule: one of ``optim.rules``; called once per block.
-        chunk_elements: bound on the elements processed at a time (one group of 32 at least).
+        chunk_elements: bound on the elements processed at a time (one group of 32 at least); None chooses.
     """
     step_parameters([(task, rule)], chunk_elements)
 
 
 @torch.no_grad()
-def step_parameters(tasks: Sequence[tuple[ParameterStep, Rule]], chunk_elements: int = CHUNK_ELEMENTS) -> None:
+def step_parameters(tasks: Sequence[tuple[ParameterStep, Rule]], chunk_elements: int | None = None) -> None:
     """Do the same for many parameters, each with its rule, in any order; small ones of one kind share blocks."""
-    scratch, on_cpu = scratch_of_thread(), _stepper(tasks)
+    scratch = scratch_of_thread()
+    elements = sum(task.layout.numel for task, _ in tasks if task.weight.device.type == "cpu")
+    compiles = compiled.use_compiled(elements)
+    on_cpu = compiled.step_block if compiles else eager.step_block
+    if chunk_elements is None:
+        in_eager_mode = _EAGER_ELEMENTS_PER_THREAD * torch.get_num_threads()
+        chunk_elements = CHUNK_ELEMENTS if compiles or not elements else min(CHUNK_ELEMENTS, in_eager_mode)
 
     def step(pieces: Iterable[Block], rule: Rule) -> None:
         for block in pieces:
@@ -90,9 +99,3 @@ def _kind(task: ParameterStep, rule: Rule) -> object:
         None if task.correction is None else task.correction.dtype,
         tuple((moment.signed, moment.values.dtype, moment.scale is None) for moment in task.moments),
     )
-
-
-def _stepper(tasks: Sequence[tuple[ParameterStep, Rule]]) -> Callable[[Block, Rule, Scratch], None]:
-    """Return what steps the blocks of tasks on CPU."""
-    elements = sum(task.layout.numel for task, _ in tasks if task.weight.device.type == "cpu")
-    return compiled.step_block if compiled.use_compiled(elements) else eager.step_block
