@@ -84,9 +84,10 @@ def _update(
             m = decode_momentum(m, ms * (1.0 / 16129.0))
         if LION:
             direction = m * momentum_to_direction + g * gradient_to_direction
-            # sign(x), and NaN stays NaN
+            # sign(x), and 0 of NaN, as torch has it; where a tile may be rare, NaN stays, for that is how it shows.
+            keeps_nan: tl.constexpr = not GUARDED and (BITS > 0 or QUANTIZED)
             size = tl.where(direction == 0.0, direction, 1.0)
-            size = tl.where(direction != direction, direction, size)
+            size = tl.where(direction != direction, direction if keeps_nan else 0.0, size)
             direction = tl.where(direction < 0.0, -size, size)
         m = m * keep + g * gain
         if not LION:
