@@ -1,0 +1,469 @@
+"""The CPU step: eager, compiled and the definition give the same bits, in bounded memory."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flashoptim_dist.formats import (
+    correction_bits,
+    correction_dtype,
+    decode_momentum,
+    decode_variance,
+    encode_momentum,
+    encode_variance,
+    from_groups,
+    merge,
+    noise_key,
+    noise_words,
+    split,
+    to_groups,
+)
+from flashoptim_dist.formats.rounding import momentum_noise, variance_noise, weight_noise
+from flashoptim_dist.optim import compiled, cpu_backend, reference, scratch
+from flashoptim_dist.optim.reference import MomentTensors, ParameterStep, Rule
+from flashoptim_dist.optim.rules import (
+    LionScalars,
+    SgdScalars,
+    adam_scalars,
+    adam_update,
+    contain_overflow,
+    lion_update,
+    sgd_update,
+)
+from flashoptim_dist.sharding import shard_layout
+
+needs_compiler = pytest.mark.skipif(
+    not compiled.has_compiler(), reason="torch.compile needs a C++ compiler and Python's headers here"
+)
+
+
+@pytest.fixture(autouse=True)
+def _backend_stays() -> Iterator[None]:
+    before = cpu_backend()
+    yield
+    cpu_backend(before)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A parameter and how it is stepped. ``special``: the part of weights and gradients that are Inf, NaN or huge."""
+
+    name: str
+    weight: torch.dtype = torch.bfloat16
+    gradient: torch.dtype = torch.bfloat16
+    master_weight_bits: int | None = 24
+    rule: str = "adamw"
+    stochastic: bool = True
+    quantize: bool = True
+    factor: float = 1.0
+    special: float = 0.0
+
+    def __str__(self) -> str:
+        return self.name
+
+    def arithmetic(self, step: int) -> tuple[Any, Rule]:
+        """Scalars, another learning rate each step, and the rule."""
+        lr = 1e-3 / step
+        if self.rule == "lion":
+            return LionScalars(lr=lr, beta1=0.9, beta2=0.99, decay=1 - 0.1 * lr), lion_update
+        if self.rule in ("sgd", "plain sgd"):
+            momentum = 0.9 if self.rule == "sgd" else 0.0
+            gain = 1.0 if step == 1 else 0.7
+            return SgdScalars(lr=lr, momentum=momentum, gain=gain, nesterov=True, decay=1.0, l2=0.01), sgd_update
+        decay, l2 = (1 - 0.1 * lr, 0.0) if self.rule == "adamw" else (1.0, 0.1)
+        return adam_scalars(lr=lr, betas=(0.9, 0.999), eps=1e-8, decay=decay, l2=l2, step=step), adam_update
+
+    @property
+    def signed(self) -> tuple[bool, ...]:
+        """Which moments there are."""
+        return {"lion": (True,), "sgd": (True,), "plain sgd": ()}.get(self.rule, (True, False))
+
+    def task(self, shape: tuple[int, ...], seed: int, *, strided: bool = False) -> ParameterStep:
+        """A parameter with random state of this kind, before its first step here."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(scale: float) -> Tensor:
+            return torch.randn(shape, generator=generator) * scale
+
+        def sprinkle(tensor: Tensor) -> Tensor:
+            values = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1e-39, 3.3e38, -1e30])
+            chosen = torch.rand(shape, generator=generator) < self.special
+            return torch.where(chosen, values[torch.randint(0, len(values), shape, generator=generator)], tensor)
+
+        weight = sprinkle(normal(0.02)).to(self.weight)
+        spread = 10.0 ** (torch.rand(shape, generator=generator) * 6 - 7)
+        gradient = sprinkle(normal(1.0) * spread).to(self.gradient)
+        layout = shard_layout(weight, "p")
+        bits = correction_bits(self.weight, self.master_weight_bits)
+        correction = None
+        if bits:
+            half = 1 << (bits - 1)
+            correction = torch.randint(-half, half, shape, generator=generator).to(correction_dtype(bits))
+        moments = []
+        for signed in self.signed:
+            if not (self.quantize and layout.quantized):
+                value = normal(1e-3)
+                moments.append(MomentTensors(signed, value if signed else value * value, None))
+                continue
+            codes = torch.randint(*((-127, 128) if signed else (3, 256)), shape, generator=generator)
+            codes[torch.rand(shape, generator=generator) < 0.1] = 0
+            scale = (10.0 ** (torch.rand(layout.scale_local_shape, generator=generator) * 6 - 8)).to(torch.bfloat16)
+            scale.view(-1)[::7] = 0.0
+            moments.append(MomentTensors(signed, codes.to(torch.int8 if signed else torch.uint8), scale))
+        if strided:
+            weight, gradient = (t.transpose(0, -1).contiguous().transpose(0, -1) for t in (weight, gradient))
+        return ParameterStep(
+            layout=layout,
+            weight=weight,
+            gradient=gradient,
+            correction=correction,
+            moments=tuple(moments),
+            scalars=None,
+            gradient_factor=self.factor,
+            noise_key=noise_key(5, seed) if self.stochastic else None,
+            step=0,
+        )
+
+    def advance(self, task: ParameterStep) -> tuple[ParameterStep, Rule]:
+        """Set a task to its next step, with another gradient."""
+        task.step += 1
+        task.scalars, rule = self.arithmetic(task.step)
+        task.gradient = task.gradient.roll(1, 0) if task.gradient.ndim else task.gradient
+        return task, rule
+
+
+KINDS = [
+    Kind("adamw"),
+    Kind("adamw-nearest-special", stochastic=False, special=0.01),
+    Kind("adamw-special", special=0.01, factor=-0.5),
+    Kind("adam-l2-32-bits", rule="adam", master_weight_bits=32, gradient=torch.float32),
+    Kind("adamw-fp16", weight=torch.float16, gradient=torch.float16, special=0.01),
+    Kind("adamw-fp32", weight=torch.float32, gradient=torch.float32),
+    Kind("adamw-no-correction", master_weight_bits=None),
+    Kind("adamw-unquantized", quantize=False),
+    Kind("lion", rule="lion", special=0.01),
+    Kind("sgd", rule="sgd", stochastic=False),
+    Kind("plain-sgd", rule="plain sgd"),
+]
+SHAPES = [(), (1,), (33,), (3, 2), (1, 33), (40, 96), (33, 50), (16, 8, 3, 3), (3, 20, 37)]
+
+
+def copy_of(task: ParameterStep) -> ParameterStep:
+    moments = (
+        MomentTensors(m.signed, m.values.clone(), None if m.scale is None else m.scale.clone()) for m in task.moments
+    )
+    return ParameterStep(
+        **{
+            **vars(task),
+            "weight": task.weight.clone(),
+            "correction": None if task.correction is None else task.correction.clone(),
+            "moments": tuple(moments),
+        }
+    )
+
+
+def stored(task: ParameterStep) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {"weight": task.weight}
+    if task.correction is not None:
+        tensors["correction"] = task.correction
+    for number, moment in enumerate(task.moments):
+        tensors[f"moment {number}"] = moment.values
+        if moment.scale is not None:
+            tensors[f"scale {number}"] = moment.scale
+    return tensors
+
+
+def assert_same(actual: ParameterStep, expected: ParameterStep, where: str) -> None:
+    """Compare bits; only which NaN a NaN is may differ, since processors propagate either operand's."""
+    for (name, one), other in zip(stored(actual).items(), stored(expected).values(), strict=True):
+        if one.is_floating_point():
+            integer = torch.int16 if one.itemsize == 2 else torch.int32
+            one, other = (torch.where(t.isnan(), -1, t.contiguous().view(integer)) for t in (one, other))
+        assert torch.equal(one, other), f"{where}: {name}: {int((one != other).sum())} of {one.numel()} differ"
+
+
+def step_by_the_book(task: ParameterStep, rule: Rule) -> None:
+    """The step as docs and formats/ state it, on whole tensors: rows, groups, global indices."""
+    layout, shape = task.layout, task.weight.shape
+    rows, length = layout.rows, layout.length
+    words = None
+    if task.noise_key is not None:
+        words = noise_words(torch.arange(task.weight.numel()), task.noise_key, task.step).view(rows, length)
+    before = []
+    for moment in task.moments:
+        value = moment.values.view(rows, length)
+        if moment.scale is not None:
+            decode = decode_momentum if moment.signed else decode_variance
+            value = from_groups(decode(to_groups(value), moment.scale.view(-1)), rows, length)
+        before.append(value)
+    master = merge(
+        task.weight.reshape(rows, length), None if task.correction is None else task.correction.view(rows, length)
+    )
+    gradient = task.gradient.reshape(rows, length).float() * task.gradient_factor
+    master, after = rule(master, gradient, tuple(before), task.scalars)
+    if task.compressed:
+        after = contain_overflow(after)
+    for moment, value in zip(task.moments, after, strict=True):
+        if moment.scale is None:
+            moment.values.copy_(value.view(shape))
+            continue
+        noise = None
+        if words is not None:
+            noise = to_groups(momentum_noise(words) if moment.signed else variance_noise(words))
+        codes, scale = (encode_momentum if moment.signed else encode_variance)(to_groups(value), noise)
+        moment.values.copy_(from_groups(codes, rows, length).reshape(shape))
+        moment.scale.copy_(scale.view(moment.scale.shape))
+    if task.correction is None:
+        task.weight.copy_(master.view(shape))
+        return
+    noise = None if words is None else weight_noise(words)
+    weight, correction = split(master, task.weight.dtype, task.correction.itemsize * 8, noise)
+    task.weight.copy_(weight.view(shape))
+    task.correction.copy_(correction.view(shape))
+
+
+# ------------------------------------------------------------------------------------------- eager
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_eager_gives_the_bits_of_the_definition(kind: Kind) -> None:
+    cpu_backend("eager")
+    for shape in SHAPES:
+        for strided in (False, True):
+            expected = kind.task(shape, 1, strided=strided and len(shape) > 1)
+            actual = copy_of(expected)
+            for step in range(3):
+                step_by_the_book(*kind.advance(expected))
+                reference.step_parameter(*kind.advance(actual))
+                assert_same(actual, expected, f"{shape}, step {step}")
+
+
+@pytest.mark.parametrize("kind", [KINDS[2], KINDS[4], KINDS[7], KINDS[8]], ids=str)
+@pytest.mark.parametrize("chunk", [1, 96, 1000])
+def test_bits_do_not_depend_on_blocks(kind: Kind, chunk: int) -> None:
+    cpu_backend("eager")
+    for shape in [(33,), (40, 96), (33, 50), (2, 1500), (16, 8, 3, 3), (3, 20, 37), (3, 64, 5, 5)]:
+        for strided in (False, True):
+            expected = kind.task(shape, 2, strided=strided and len(shape) > 1)
+            actual = copy_of(expected)
+            for step in range(2):
+                step_by_the_book(*kind.advance(expected))
+                reference.step_parameter(*kind.advance(actual), chunk_elements=chunk)
+                assert_same(actual, expected, f"{shape}, step {step}")
+
+
+def test_a_block_with_one_odd_element_goes_through_the_definition() -> None:
+    """One element of each sort that the eager path looks for, alone in a block of ordinary ones."""
+    kind = Kind("adamw", gradient=torch.float32)
+    cpu_backend("eager")
+    for value in (torch.inf, -torch.inf, torch.nan, 1e19, 3e38, 0.0):
+        for part in ("weight", "gradient"):
+            expected = kind.task((4, 64), 3)
+            getattr(expected, part)[1, 5] = value
+            actual = copy_of(expected)
+            for step in range(2):
+                step_by_the_book(*kind.advance(expected))
+                reference.step_parameter(*kind.advance(actual))
+                assert_same(actual, expected, f"{value} in the {part}, step {step}")
+    stale = kind.task((4, 64), 3)  # a negative correction under a zero weight, of either sign
+    stale.weight[0, :2] = torch.tensor([0.0, -0.0])
+    assert stale.correction is not None
+    stale.correction[0, :2] = -5
+    actual = copy_of(stale)
+    step_by_the_book(*kind.advance(stale))
+    reference.step_parameter(*kind.advance(actual))
+    assert_same(actual, stale, "stale correction")
+
+
+def test_the_gradient_is_left_alone() -> None:
+    kind = Kind("adamw", gradient=torch.float32, factor=0.5)
+    cpu_backend("eager")
+    task, rule = kind.advance(kind.task((40, 96), 4))
+    before = task.gradient.clone()
+    reference.step_parameter(task, rule)
+    assert torch.equal(task.gradient, before)
+
+
+def test_small_parameters_share_a_block() -> None:
+    calls: list[int] = []
+
+    def counted(weight: Tensor, *rest: Any) -> Any:
+        calls.append(weight.numel())
+        return adam_update(weight, *rest)
+
+    cpu_backend("eager")
+    kind, shapes = KINDS[2], [(40, 96), (33, 50), (1, 33), (16, 8, 3, 3), (64, 32)]
+    together = [kind.task(shape, number) for number, shape in enumerate(shapes)]
+    alone = [copy_of(task) for task in together]
+    for _ in range(3):
+        calls.clear()
+        reference.step_parameters([(kind.advance(task)[0], counted) for task in together])
+        assert len(calls) == 1
+        for one, other in zip(alone, together, strict=True):
+            reference.step_parameter(*kind.advance(one))
+            assert_same(other, one, str(other.weight.shape))
+
+
+def test_only_parameters_of_one_kind_share_a_block() -> None:
+    cpu_backend("eager")
+    kinds = [*KINDS, *KINDS]
+    together = [kind.task((33, 50), number) for number, kind in enumerate(kinds)]
+    alone = [copy_of(task) for task in together]
+    for _ in range(2):
+        reference.step_parameters([kind.advance(task) for kind, task in zip(kinds, together, strict=True)])
+        for kind, one, other in zip(kinds, alone, together, strict=True):
+            reference.step_parameter(*kind.advance(one))
+            assert_same(other, one, str(kind))
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+
+class LiveMemory(TorchDispatchMode):
+    """Records the most bytes that tensors made inside hold at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[weakref.ref[Tensor]] = []
+        self._known: set[int] = set()
+        self.peak = 0
+
+    def know(self, tensors: list[Tensor]) -> None:
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self._made = [ref for ref in self._made if ref() is not None]
+        self._made += [weakref.ref(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        live = {}
+        for ref in self._made:
+            if (tensor := ref()) is not None:
+                storage = tensor.untyped_storage()
+                live[storage.data_ptr()] = storage.nbytes()
+        self.peak = max(self.peak, sum(size for address, size in live.items() if address not in self._known))
+        return result
+
+
+@pytest.mark.parametrize("columns", [256, 250], ids=["whole groups", "padded"])
+@pytest.mark.parametrize("kind", [Kind("stochastic"), Kind("nearest-special", stochastic=False, special=1e-4)], ids=str)
+def test_temporary_memory_does_not_grow_with_the_parameter(
+    monkeypatch: pytest.MonkeyPatch, kind: Kind, columns: int
+) -> None:
+    cpu_backend("eager")
+    peaks, chunk = [], 1 << 15
+    for rows in (1 << 9, 1 << 11):
+        monkeypatch.setattr(scratch, "_threads", threading.local())  # working memory counts too
+        task, rule = kind.advance(kind.task((rows, columns), 6))
+        with LiveMemory() as memory:
+            memory.know([task.gradient, *stored(task).values()])
+            reference.step_parameter(task, rule, chunk_elements=chunk)
+        peaks.append(memory.peak)
+    assert peaks[0] > 8 * chunk
+    assert peaks[1] <= 1.01 * peaks[0]
+    assert peaks[1] <= 100 * chunk
+
+
+# ------------------------------------------------------------------------------------------- compiled
+
+
+def assert_compiled_is_eager(kind: Kind) -> None:
+    with warnings.catch_warnings(), torch._dynamo.config.patch(error_on_recompile=True):
+        warnings.simplefilter("error", RuntimeWarning)  # the warning that says that nothing was compiled
+        for number, shape in enumerate([(40, 96), (257, 64), (33, 50), (70000,), (16, 8, 3, 3), (3, 64, 37)]):
+            eager = kind.task(shape, number)
+            through_compiler = copy_of(eager)
+            for step in range(4):
+                cpu_backend("eager")
+                reference.step_parameter(*kind.advance(eager))
+                cpu_backend("compiled")
+                reference.step_parameter(*kind.advance(through_compiler), chunk_elements=1 << 14)
+                assert_same(through_compiler, eager, f"{shape}, step {step}")
+
+
+@needs_compiler
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[] if k.name == "adamw-special" else pytest.mark.full) for k in KINDS], ids=str
+)
+def test_compiled_gives_the_bits_of_eager_and_compiles_once(kind: Kind) -> None:
+    assert_compiled_is_eager(kind)
+
+
+@needs_compiler
+@pytest.mark.timeout(1200)
+@pytest.mark.full
+def test_bits_do_not_depend_on_threads() -> None:
+    kind, threads = KINDS[2], torch.get_num_threads()
+    one = kind.task((300, 1000), 7)
+    many = [copy_of(one), copy_of(one)]
+    try:
+        for _ in range(3):
+            torch.set_num_threads(1)
+            cpu_backend("eager")
+            reference.step_parameter(*kind.advance(one))
+            torch.set_num_threads(5)  # beyond 4, roots are torch's
+            for task, backend in zip(many, ("eager", "compiled"), strict=True):
+                cpu_backend(backend)  # type: ignore[arg-type]
+                reference.step_parameter(*kind.advance(task))
+                assert_same(task, one, backend)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_cannot_be_compiled_runs_in_eager_mode_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(kind: Any) -> Any:
+        raise OSError("no space for C++")
+
+    monkeypatch.setattr(compiled, "update_kernel", broken)
+    monkeypatch.setattr(compiled, "_tried", set())
+    kind = KINDS[0]
+    expected = kind.task((40, 96), 8)
+    actual = copy_of(expected)
+    cpu_backend("eager")
+    reference.step_parameter(*kind.advance(expected))
+    cpu_backend("compiled")
+    with pytest.warns(RuntimeWarning, match="could not be compiled.*no space for C\\+\\+") as caught:
+        reference.step_parameter(*kind.advance(actual))
+    assert len(caught) == 1
+    assert_same(actual, expected, "first step")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reference.step_parameter(*kind.advance(actual))
+
+
+def test_auto_compiles_large_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_backend("auto")
+    monkeypatch.setattr(compiled, "has_compiler", lambda: True)
+    assert not compiled.use_compiled(compiled.WORTHWHILE_ELEMENTS - 1)
+    assert compiled.use_compiled(compiled.WORTHWHILE_ELEMENTS)
+    monkeypatch.setattr(compiled, "has_compiler", lambda: False)
+    assert not compiled.use_compiled(compiled.WORTHWHILE_ELEMENTS)
+    cpu_backend("eager")
+    assert not compiled.use_compiled(1 << 40)
+    cpu_backend("compiled")
+    assert compiled.use_compiled(1)
+
+
+def test_step_sums_all_its_parameters_up_before_it_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(compiled, "use_compiled", lambda elements: bool(seen.append(elements)))
+    kind = KINDS[0]
+    reference.step_parameters([kind.advance(kind.task((40, 96), 9)), kind.advance(kind.task((33,), 9))])
+    assert seen == [40 * 96 + 33]
+
+
+def test_unknown_backends_are_refused() -> None:
+    with pytest.raises(ValueError, match="'fast'"):
+        cpu_backend("fast")  # type: ignore[arg-type]
+    assert cpu_backend() == "auto"
