@@ -45,6 +45,7 @@ MAX_RANKS = 10  # ranks alive per pytest process: pools of 1, 2, 3 and 4 at once
 DEFAULT_TIMEOUT_S = 180.0
 START_TIMEOUT_S = 240.0  # importing torch takes 3 s, and a minute on a machine with much else to do
 GRACE_S = 2.0  # how long the other ranks get to report too, once one has failed
+SLICE_S = 5.0
 PRELOAD_IF_USED = ("transformers.models.llama.modeling_llama",)
 """Slow to import: where the test process has it already, it is imported before the ranks are forked, once for all."""
 _WORKER = Path(__file__).resolve().with_name("pool_worker.py")
@@ -155,11 +156,13 @@ class _Pool:
         pending = {rank.connection: rank for rank in self._ranks}
         results: dict[int, Any] = {}
         failures: list[tuple[_Rank, bytes, str]] = []
-        deadline = time.monotonic() + timeout_s
-        while pending:
-            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
+        left_s = timeout_s
+        while pending and left_s > 0:
+            # In slices, none of which counts for more than its length: a machine that stood still is no hanging rank.
+            length_s = min(left_s, SLICE_S)
+            start = time.monotonic()
+            ready = wait(list(pending), timeout=length_s)
+            left_s -= min(length_s, time.monotonic() - start) if ready else length_s
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = pending.pop(connection)
@@ -173,7 +176,7 @@ class _Pool:
                     else:
                         failures.append((rank, payload[0], payload[1]))
             if failures:
-                deadline = min(deadline, time.monotonic() + GRACE_S)
+                left_s = min(left_s, GRACE_S)
         if failures:
             self._raise_failures(failures, list(pending.values()), name)
         if pending:
@@ -213,7 +216,7 @@ class _Pool:
         time.sleep(0.5)
         numbers = ", ".join(str(rank.number) for rank in waiting)
         parts = [f"rank {numbers} of {self.world_size} did not return from {name} within {timeout_s:g} s"]
-        parts += [f"rank {rank.number} is here:\n{rank.output().strip()}" for rank in waiting]
+        parts += [f"rank {rank.number} is here:\n{rank.output().strip()}\n{_threads(rank.pid)}" for rank in waiting]
         raise RankError("\n\n".join(parts))
 
     def close(self) -> None:
@@ -225,6 +228,16 @@ class _Pool:
             self._forker.wait(rank.pid)
             rank.log.unlink(missing_ok=True)
         self._ranks = []
+
+
+def _threads(pid: int) -> str:
+    """Name, state and place in the kernel of each thread of a process: Python's stacks don't show the others."""
+    lines = ["threads, their states and what they wait for in the kernel:"]
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
+        with contextlib.suppress(OSError):
+            name, _, rest = (task / "stat").read_text().partition(" (")[2].rpartition(") ")
+            lines.append(f"{task.name} {name} {rest.split()[0]} {(task / 'wchan').read_text()}")
+    return "\n".join(lines)
 
 
 _forker: _Forker | None = None
