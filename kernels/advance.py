@@ -32,7 +32,8 @@ from flashoptim_dist.kernels.layout import (
 )
 
 # Arguments that change between steps: nothing about them may be compiled in.
-_CHANGING = ["found_inf_ptr", "grad_scale_ptr", "coefficient_ptr", "lr_ptr", "first", "last", "counts_skips"]
+_CHANGING = ["found_inf_ptr", "grad_scale_ptr", "coefficient_ptr", "lr_ptr"]
+_CHANGING += ["first", "last", "counts_skips", "coefficient_stride"]
 
 _GOLDEN_ROTATION = tl.constexpr(0x9E379E9D - (1 << 32))
 
@@ -42,23 +43,27 @@ def skip_and_factor(
     found_inf_ptr,
     grad_scale_ptr,
     coefficient_ptr,
+    coefficient_stride,
     factor,
+    row,
+    mask,
     HAS_FOUND_INF: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr,
     HAS_COEFFICIENT: tl.constexpr,
 ):
-    """(skip as 0.0 or 1.0, factor on the gradients) from device scalars.
+    """(skip as 0.0 or 1.0, factor on the gradients) of parameters ``row`` from device scalars.
 
     found_inf: non-zero skips. grad_scale: gradients are divided by it. coefficient: multiplies them; NaN or negative
-        skips.
+        skips. It is one for all (stride 0), or there is one for each row (stride 1).
     """
-    skip = 0.0
+    skip = tl.zeros_like(row).to(tl.float32)
+    factor = skip + factor
     if HAS_FOUND_INF:
         skip = tl.where(tl.load(found_inf_ptr).to(tl.float32) != 0.0, 1.0, skip)
     if HAS_GRAD_SCALE:
-        factor = tl.div_rn(factor, tl.load(grad_scale_ptr).to(tl.float32))
+        factor = tl.div_rn(factor, tl.zeros_like(factor) + tl.load(grad_scale_ptr).to(tl.float32))
     if HAS_COEFFICIENT:
-        coefficient = tl.load(coefficient_ptr).to(tl.float32)
+        coefficient = tl.load(coefficient_ptr + row * coefficient_stride, mask=mask, other=0.0).to(tl.float32)
         skip = tl.where(coefficient >= 0.0, skip, 1.0)
         factor = factor * coefficient
     return skip, factor
@@ -71,7 +76,8 @@ def _count(steps, row, mask, skip, skipped_ptr, counts_skips):
     step = tl.load(address, mask=mask, other=0.0) + (1.0 - skip)
     tl.store(address, step, mask=mask)
     if tl.program_id(0) == 0:
-        tl.store(skipped_ptr, tl.load(skipped_ptr) + (skip * counts_skips).to(tl.int32))
+        skipped = tl.max(tl.where(mask, skip, 0.0), axis=0)
+        tl.store(skipped_ptr, tl.load(skipped_ptr) + (skipped * counts_skips).to(tl.int32))
     return step
 
 
@@ -102,6 +108,7 @@ def adam_advance_kernel(
     first,
     last,  # this group's parameters are rows [first, last) of the tables
     counts_skips,
+    coefficient_stride,  # 0: one coefficient for all; 1: one for each row
     HAS_FOUND_INF: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr,
     HAS_COEFFICIENT: tl.constexpr,
@@ -117,8 +124,9 @@ def adam_advance_kernel(
     row = first + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < last
     skip, factor = skip_and_factor(
-        found_inf_ptr, grad_scale_ptr, coefficient_ptr, factor, HAS_FOUND_INF, HAS_GRAD_SCALE, HAS_COEFFICIENT
-    )
+        found_inf_ptr, grad_scale_ptr, coefficient_ptr, coefficient_stride, factor, row, mask,
+        HAS_FOUND_INF, HAS_GRAD_SCALE, HAS_COEFFICIENT,
+    )  # fmt: skip
     if LR_IS_TENSOR:
         lr = tl.load(lr_ptr).to(tl.float32)
     step = _count(steps, row, mask, skip, skipped_ptr, counts_skips)
@@ -178,6 +186,7 @@ def momentum_advance_kernel(
     first,
     last,
     counts_skips,
+    coefficient_stride,  # 0: one coefficient for all; 1: one for each row
     HAS_FOUND_INF: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr,
     HAS_COEFFICIENT: tl.constexpr,
@@ -188,8 +197,9 @@ def momentum_advance_kernel(
     row = first + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < last
     skip, factor = skip_and_factor(
-        found_inf_ptr, grad_scale_ptr, coefficient_ptr, factor, HAS_FOUND_INF, HAS_GRAD_SCALE, HAS_COEFFICIENT
-    )
+        found_inf_ptr, grad_scale_ptr, coefficient_ptr, coefficient_stride, factor, row, mask,
+        HAS_FOUND_INF, HAS_GRAD_SCALE, HAS_COEFFICIENT,
+    )  # fmt: skip
     if LR_IS_TENSOR:
         lr = tl.load(lr_ptr).to(tl.float32)
     step = _count(steps, row, mask, skip, skipped_ptr, counts_skips)

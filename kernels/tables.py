@@ -174,6 +174,7 @@ class TaskList:
     def __init__(self, blocks_per_task: int) -> None:
         self._blocks_per_task = blocks_per_task
         self._parts: list[np.ndarray] = []
+        self.count = 0
 
     def add(self, segment: int, first_block: int, end_block: int) -> None:
         """Add the blocks [first_block, end_block) of a segment."""
@@ -187,6 +188,7 @@ class TaskList:
         part[:, 1] = firsts
         part[:, 2] = np.minimum(end_block - firsts, self._blocks_per_task)
         self._parts.append(part)
+        self.count += len(part)
 
     def to(self, device: torch.device) -> Tensor | None:
         """Return the tasks as int32 [tasks, TASK_COLUMNS] on the device, or None where there are none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,10 +38,20 @@ class StepTask:
     counter: Tensor | None
 
 
-def step_with_torch(tasks: Sequence[StepTask], gradient_factor: float) -> None:
-    """Step in pure torch, on any device, to the bits of the definition."""
+def step_with_torch(tasks: Sequence[StepTask], factors: Sequence[float]) -> bool:
+    """Step in pure torch, on any device, to the bits of the definition.
+
+    Args:
+        tasks: the parameters.
+        factors: factor on the gradient of each; NaN leaves its parameter alone.
+
+    Returns:
+        Whether any was left alone.
+    """
     steps: list[tuple[reference.ParameterStep, Rule]] = []
-    for task in tasks:
+    for task, gradient_factor in zip(tasks, factors, strict=True):
+        if math.isnan(gradient_factor):
+            continue
         state, record, hyperparameters = task.state, task.record, task.hyperparameters
         state[STEP] += 1
         step = int(state[STEP])
@@ -69,3 +80,4 @@ def step_with_torch(tasks: Sequence[StepTask], gradient_factor: float) -> None:
         )
         steps.append((task_step, rule))
     reference.step_parameters(steps)
+    return len(steps) < len(tasks)

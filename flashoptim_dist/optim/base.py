@@ -26,8 +26,9 @@ from flashoptim_dist.optim.loading import load_state
 from flashoptim_dist.optim.masters import MasterWeights
 from flashoptim_dist.optim.records import ParameterRecord, fingerprint, new_record
 from flashoptim_dist.optim.rules import Hyperparameters
+from flashoptim_dist.optim.scaling import GradientInputs, GradientScaling
 from flashoptim_dist.optim.state import ERROR_BITS, MomentSpec, new_entry, new_state
-from flashoptim_dist.optim.stepper import FusedStepper, takes_kernels
+from flashoptim_dist.optim.stepper import FusedStepper, Subset, takes_kernels
 from flashoptim_dist.optim.update_check import NumericsReport, UpdateCheck
 from flashoptim_dist.sharding import like_parameter, local_tensor
 
@@ -36,7 +37,7 @@ ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tens
 _logger = logging.getLogger(__name__)
 
 
-class FlashOptimizer(MasterWeights, torch.optim.Optimizer):
+class FlashOptimizer(GradientScaling, MasterWeights, torch.optim.Optimizer):
     """Base of the optimizers whose state is compressed; use a subclass.
 
     State per parameter, under the names it has on disk, DTensors whenever the parameter is one: ``step`` (0-dim
@@ -83,10 +84,7 @@ class FlashOptimizer(MasterWeights, torch.optim.Optimizer):
 
     def _init_runtime(self) -> None:
         self._records: dict[Tensor, ParameterRecord] = {}
-        # GradScaler's protocol: it leaves unscaling and the skip to step(), through the attributes grad_scale and
-        # found_inf, which it makes and deletes around the call.
-        self._step_supports_amp_scaling = True
-        self._skipped_steps = 0
+        self._init_scaling()
         self._stepper = FusedStepper(self)
 
     # ------------------------------------------------------------------ construction
@@ -142,11 +140,6 @@ class FlashOptimizer(MasterWeights, torch.optim.Optimizer):
         """Return the record of the number format that a checkpoint carries (JSON-serializable)."""
         options = {name: self._options[name] for name in ("master_weight_bits", "quantize", "rounding", "seed")}
         return FormatSpec(optimizer=type(self).__name__, **options).to_dict()
-
-    @property
-    def skipped_steps(self) -> int:
-        """Number of steps skipped because a gradient was not finite. Reading it synchronizes with the device."""
-        return self._skipped_steps + self._stepper.skipped_steps
 
     def numerics_report(self) -> NumericsReport:
         """Return, by parameter, how many updates were too small to change a weight; ``str()`` of it is a table.
@@ -291,31 +284,44 @@ class FlashOptimizer(MasterWeights, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        stepped = self._stepper.step_as_before()
-        if stepped is None or self._is_template_step():
-            return loss
-        tasks = self._tasks(stepped)
+        self._step(self._gradient_inputs())
+        self.clip_coefficient = None
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero all gradients, as in torch, and with them a clip coefficient that was for them."""
+        super().zero_grad(set_to_none)
+        self.clip_coefficient = None
+
+    @torch.no_grad()
+    def _step(self, inputs: GradientInputs, subset: Subset | None = None) -> None:
+        """Step all parameters that have a gradient, or those of a subset, each of which has one.
+
+        A subset's skipped steps are not counted; the caller counts the step that they are part of.
+        """
+        stepped = self._stepper.step_as_before(inputs, subset)
+        if stepped is None or self._make_missing_states(subset):
+            return
+        tasks = self._tasks(stepped, subset)
         on_device = [device for device in tasks if self._update_check is None and takes_kernels(device, self._fused)]
-        factor, skip = (1.0, False) if len(on_device) == len(tasks) else self._amp_factor()
-        if skip:
-            self._skipped_steps += 1
-            return loss
-        self._stepper.forget()
+        self._stepper.forget_plans_of(subset)
+        skipped = False
         for device, of_device in tasks.items():
             if device in on_device:
-                self._stepper.step(device, of_device)
+                self._stepper.step(device, of_device, inputs, subset)
             else:
-                step_with_torch(of_device, factor)
+                skipped |= step_with_torch(of_device, inputs.factors(len(of_device)))
             for task in of_device:
                 task.record.seen = fingerprint(task.parameter)
         if len(on_device) == len(tasks):
-            self._stepper.keep()
+            self._stepper.keep(subset)
+        elif skipped and subset is None and not on_device:
+            self._skipped_steps += 1
         if self._update_check is not None:
             self._update_check.poll()
-        return loss
 
-    def _is_template_step(self) -> bool:
-        """Create missing state; say whether this step only asks for that.
+    def _make_missing_states(self, subset: Subset | None) -> bool:
+        """Create the state that parameters with a gradient lack; say whether this step only asks for that.
 
         torch's ``get_optimizer_state_dict`` and torchtitan make a template of a fresh optimizer by a step with zero
         gradients and lr = 0. Such a step creates the state and is not counted, so that asking changes nothing. Looked
@@ -323,34 +329,27 @@ class FlashOptimizer(MasterWeights, torch.optim.Optimizer):
         """
         fresh = not self.state
         made = []
-        for parameter, _, _, _ in self._named():
+        chosen = subset.parameters if subset is not None else [p for p, _, _, _ in self._named()]
+        for parameter in chosen:
             if parameter.grad is not None and not self.state.get(parameter):
                 check_gradient(parameter, parameter.grad, self._record(parameter).name)
                 made.append(self._make_state(parameter))
         _log_precisions(made)
-        if not fresh or any(float(group["lr"]) != 0.0 for group in self.param_groups):
+        if not fresh or subset is not None or any(float(group["lr"]) != 0.0 for group in self.param_groups):
             return False
         gradients = [local_tensor(p.grad) for p, _, _, _ in self._named() if p.grad is not None]
         return not any(bool(gradient.count_nonzero()) for gradient in gradients if gradient.numel())
 
-    def _amp_factor(self) -> tuple[float, bool]:
-        """Return (factor on the gradients, whether to skip) from GradScaler's attributes.
-
-        The scale is absent after ``scaler.unscale_``, which has applied it; what it found is there all the same.
-        """
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if found_inf is not None and float(found_inf) != 0.0:
-            return 1.0, True
-        return (1.0 if grad_scale is None else 1.0 / float(grad_scale)), False
-
-    def _tasks(self, stepped: Container[Tensor] = ()) -> dict[torch.device, list[StepTask]]:
+    def _tasks(
+        self, stepped: Container[Tensor] = (), subset: Subset | None = None
+    ) -> dict[torch.device, list[StepTask]]:
         """Return the tasks of this step by device: one per parameter with a gradient that is not ``stepped`` yet."""
         tasks: dict[torch.device, list[StepTask]] = {}
         for index, group in enumerate(self.param_groups):
             hyperparameters, moments = self._hyperparameters(index), self._moments_of(group)
             for parameter in group["params"]:
                 gradient = parameter.grad
-                if gradient is None or parameter in stepped:
+                if gradient is None or parameter in stepped or (subset is not None and parameter not in subset):
                     continue
                 record = self._record(parameter)
                 if record.moments != moments:

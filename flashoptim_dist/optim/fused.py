@@ -36,7 +36,6 @@ from flashoptim_dist.kernels.tables import (
 )
 from flashoptim_dist.optim.launches import (
     SCALAR_COLUMNS,
-    AdvanceInputs,
     KernelLaunch,
     advance,
     compiled_options,
@@ -44,6 +43,7 @@ from flashoptim_dist.optim.launches import (
     tuning,
 )
 from flashoptim_dist.optim.rules import Hyperparameters
+from flashoptim_dist.optim.scaling import GradientInputs
 from flashoptim_dist.optim.state import ERROR_BITS, STEP
 from flashoptim_dist.optim.watch import StateWatch, check_state
 from flashoptim_dist.sharding import local_tensor
@@ -217,7 +217,7 @@ class Plan:
             self.table.upload()
         return True
 
-    def run(self, hyperparameters: Sequence[Hyperparameters], inputs: AdvanceInputs) -> None:
+    def run(self, hyperparameters: Sequence[Hyperparameters], inputs: GradientInputs) -> None:
         """Launch the step."""
         self.hyperparameters = list(hyperparameters)
         first = 0

@@ -22,6 +22,7 @@ from flashoptim_dist.kernels.device import INTERPRETED
 from flashoptim_dist.kernels.launching import Launcher
 from flashoptim_dist.kernels.momentum import momentum_kernel
 from flashoptim_dist.optim.rules import AdamHyperparameters, Hyperparameters, LionHyperparameters, SgdHyperparameters
+from flashoptim_dist.optim.scaling import GradientInputs
 
 if TYPE_CHECKING:
     from flashoptim_dist.optim.backends import StepTask
@@ -47,15 +48,6 @@ class Tuning:
     block: int
     warps: int
     blocks_per_task: int
-
-
-@dataclass(frozen=True)
-class AdvanceInputs:
-    """Device scalars of this step: each a one-element tensor or None; see ``kernels.advance.skip_and_factor``."""
-
-    found_inf: Tensor | None = None
-    grad_scale: Tensor | None = None
-    coefficient: Tensor | None = None
 
 
 def compiled_options(hyper: Hyperparameters) -> tuple[Any, ...]:
@@ -139,7 +131,7 @@ def advance(
     first: int,
     last: int,
     counts_skips: bool,
-    inputs: AdvanceInputs,
+    inputs: GradientInputs,
 ) -> None:
     """Launch the advance kernel of one group.
 
@@ -151,7 +143,7 @@ def advance(
         first: first of the group's rows of the tables.
         last: one past its last.
         counts_skips: whether this group's launch counts a skipped step (one of an optimizer's does).
-        inputs: device scalars of this step.
+        inputs: of this step, on the device; a coefficient for each parameter is in the order of the rows.
     """
     lr_is_tensor = isinstance(hyper.lr, Tensor) and hyper.lr.device == scalars.device
     none = scalars  # stands in for a pointer that is not read
@@ -168,7 +160,8 @@ def advance(
     inputs_given = (found_inf, grad_scale, coefficient, lr_tensor)
     pointers = tuple(none if tensor is None else tensor for tensor in inputs_given)
     common = (steps, scalars, skipped, *pointers, lr, float(hyper.decay_rate), float(hyper.l2))
-    tail = (-1.0 if hyper.maximize else 1.0, first, last, int(counts_skips))
+    per_parameter = int(coefficient is not None and coefficient.ndim > 0)
+    tail = (-1.0 if hyper.maximize else 1.0, first, last, int(counts_skips), per_parameter)
     if isinstance(hyper, AdamHyperparameters):
         launcher, values = _ADAM_ADVANCE, _adam_values(hyper)
         constants["HAS_L2"] = hyper.l2 != 0.0

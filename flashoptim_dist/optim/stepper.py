@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from flashoptim_dist.optim.backends import StepTask, step_with_torch
+from flashoptim_dist.optim.scaling import GradientInputs
 
 if TYPE_CHECKING:
     from flashoptim_dist.optim.base import FlashOptimizer
@@ -64,103 +65,140 @@ def _waves(tasks: Sequence[StepTask]) -> list[list[StepTask]]:
     return [wave for wave in waves if wave]
 
 
+class Subset:
+    """Some of an optimizer's parameters that are stepped together, apart from the others: those of a layer.
+
+    Args:
+        parameters: in the optimizer's order.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.parameters: tuple[Tensor, ...] = tuple(parameters)
+        self._members = frozenset(self.parameters)
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return parameter in self._members
+
+
+class _Plans:
+    """The plans of one optimizer, or of a subset of its parameters, for those that had a gradient in the last step."""
+
+    def __init__(self) -> None:
+        self.plans: list[Plan] = []
+        self.groups: list[list[int]] = []
+        self.idle: list[Tensor] = []
+        self.kept = False
+        self.partial = False
+        self.state: Any = None
+        self.states = 0
+
+
 class FusedStepper:
-    """The plans of one optimizer, one per device, for the parameters that had a gradient in the last step."""
+    """The plans of one optimizer, and those of subsets of its parameters that are stepped apart."""
 
     def __init__(self, optimizer: FlashOptimizer) -> None:
         self._optimizer = optimizer
-        self._plans: list[Plan] = []
-        self._groups: list[list[int]] = []
-        self._idle: list[Tensor] = []
-        self._kept = False
-        self._state: Any = None
-        self._states = 0
-        self._partial = False
+        self._of: dict[Subset | None, _Plans] = {}
         self._skipped: dict[torch.device, Tensor] = {}
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans of whole steps."""
+        return self._of[None].plans if None in self._of else []
 
     @property
     def skipped_steps(self) -> int:
         """Steps that the devices skipped. Reading it synchronizes."""
         return max((int(counter) for counter in self._skipped.values()), default=0)
 
+    def skip_counter(self, device: torch.device) -> Tensor:
+        """Return the int32 counter of skipped steps on a device; whoever skips a step on purpose may add to it."""
+        if device not in self._skipped:
+            self._skipped[device] = torch.zeros((), dtype=torch.int32, device=device)
+        return self._skipped[device]
+
     def forget(self) -> None:
-        """Drop the plans: parameters, state or options changed."""
+        """Drop all plans: parameters, state or options changed."""
         self.settle()
-        self._plans, self._groups, self._idle = [], [], []
-        self._kept = self._partial = False
+        self._of = {}
+
+    def forget_plans_of(self, subset: Subset | None) -> None:
+        """Drop the plans of a subset (None: of whole steps)."""
+        self.settle()
+        self._of.pop(subset, None)
 
     def settle(self) -> None:
         """Bring the records up to date with the last steps, before something reads them."""
-        for plan in self._plans:
-            plan.settle()
+        for plans in self._of.values():
+            for plan in plans.plans:
+                plan.settle()
 
-    def step_as_before(self) -> set[Tensor] | None:
+    def step_as_before(self, inputs: GradientInputs, subset: Subset | None = None) -> set[Tensor] | None:
         """Step by the plans of the last step, as far as they hold.
 
         Returns:
             The parameters that were stepped; None where those are all that have a gradient.
         """
-        optimizer = self._optimizer
+        optimizer, plans = self._optimizer, self._of.get(subset)
         if (
-            not self._kept
-            or optimizer.state is not self._state
-            or len(self._state) != self._states
-            or any(parameter.grad is not None for parameter in self._idle)
+            plans is None
+            or not plans.kept
+            or optimizer.state is not plans.state
+            or len(plans.state) != plans.states
+            or any(parameter.grad is not None for parameter in plans.idle)
         ):
             return set()
         hyper = [optimizer._hyperparameters(index) for index in range(len(optimizer.param_groups))]
         stepped: list[Plan] = []
-        for plan, groups in zip(self._plans, self._groups, strict=True):
+        for plan, groups in zip(plans.plans, plans.groups, strict=True):
             chosen = [hyper[index] for index in groups]
             if plan.is_current(chosen):
                 # At once: the device works on the first plan while the host looks at the parameters of the next.
-                self._run(plan, chosen)
+                self._run(plan, chosen, inputs)
                 stepped.append(plan)
-        if len(stepped) == len(self._plans):
+        if len(stepped) == len(plans.plans):
             return None
-        self.forget()
+        self.forget_plans_of(subset)
         return {parameter for plan in stepped for parameter in plan.parameters}
 
-    def step(self, device: torch.device, tasks: Sequence[StepTask]) -> None:
-        """Plan and step the tasks of a device."""
+    def step(
+        self, device: torch.device, tasks: Sequence[StepTask], inputs: GradientInputs, subset: Subset | None = None
+    ) -> None:
+        """Plan and step the tasks of a device. Those of a subset take one plan, in their order, and count no skip."""
         from flashoptim_dist.kernels.tables import GeometryError
         from flashoptim_dist.optim.fused import Plan
 
-        if device not in self._skipped:
-            self._skipped[device] = torch.zeros((), dtype=torch.int32, device=device)
-        counting = not any(plan.device == device for plan in self._plans)
+        kept = self._of.setdefault(subset, _Plans())
+        counting = subset is None and not any(plan.device == device for plan in kept.plans)
+        counter = self.skip_counter(device)
+        waves = _waves(tasks) if subset is None else [list(tasks)]
         try:
-            plans = [Plan(wave, self._skipped[device], counting and n == 0) for n, wave in enumerate(_waves(tasks))]
+            plans = [Plan(wave, counter, counting and number == 0) for number, wave in enumerate(waves)]
         except GeometryError:
             # Strides beyond what the kernels describe (five dimensions, none adjacent): the definition takes them.
-            factor, skip = self._optimizer._amp_factor()
-            if not skip:
-                step_with_torch(tasks, factor)
-            self._partial = True
+            if step_with_torch(tasks, inputs.factors(len(tasks))) and counting:
+                counter += 1
+            kept.partial = True
             return
         for plan in plans:
-            self._plans.append(plan)
-            self._groups.append(plan.groups)
-            self._run(plan, plan.hyperparameters)
+            kept.plans.append(plan)
+            kept.groups.append(plan.groups)
+            self._run(plan, plan.hyperparameters, inputs)
 
-    def keep(self) -> None:
+    def keep(self, subset: Subset | None = None) -> None:
         """Let the next step go by these plans: all parameters with a gradient are in them."""
-        planned = {parameter for plan in self._plans for parameter in plan.parameters}
+        plans = self._of.get(subset)
+        if plans is None:
+            return
+        planned = {parameter for plan in plans.plans for parameter in plan.parameters}
         # Frozen ones too: they may be unfrozen.
-        self._idle = [parameter for parameter, _, _, _ in self._optimizer._named() if parameter not in planned]
-        self._state, self._states = self._optimizer.state, len(self._optimizer.state)
-        self._kept = bool(self._plans) and not self._partial
+        everything = subset.parameters if subset is not None else [p for p, _, _, _ in self._optimizer._named()]
+        plans.idle = [parameter for parameter in everything if parameter not in planned]
+        plans.state, plans.states = self._optimizer.state, len(self._optimizer.state)
+        plans.kept = bool(plans.plans) and not plans.partial
 
-    def _run(self, plan: Plan, hyperparameters: Sequence[Any]) -> None:
-        from flashoptim_dist.optim.launches import AdvanceInputs
-
-        optimizer = self._optimizer
-
-        def on_device(name: str) -> Tensor | None:
-            value = getattr(optimizer, name, None)
-            return value.to(plan.device, non_blocking=True) if isinstance(value, Tensor) else None
-
-        inputs = AdvanceInputs(on_device("found_inf"), on_device("grad_scale"), on_device("clip_coefficient"))
+    def _run(self, plan: Plan, hyperparameters: Sequence[Any], inputs: GradientInputs) -> None:
+        inputs = inputs.to(plan.device)
         if plan.device.type == "cuda" and plan.device.index != torch.cuda.current_device():
             # Triton launches on the current device, wherever the tensors are.
             with torch.cuda.device(plan.device):

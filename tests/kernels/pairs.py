@@ -138,7 +138,7 @@ def step_both(case: Case, device: torch.device, seed: int = 0) -> Stepped:
     actual, other = copy_of(optimizer, expected, device, **options)
     optimizer.step()
     other.step()
-    assert other._stepper._plans, "the step was not taken by the kernels"
+    assert other._stepper.plans, "the step was not taken by the kernels"
     return Stepped(case, expected, optimizer, actual, other, before)
 
 

@@ -197,7 +197,7 @@ def test_flat_blocks_beyond_2_31_elements(device: torch.device) -> None:
             plan_class = type("Shifted", (fused.Plan,), {"_build": _shifted_build(far)})
         tasks = next(iter(optimizer._tasks().values()))
         plan = plan_class(tasks, torch.zeros((), dtype=torch.int32, device=device), True)
-        plan.run(plan.hyperparameters, fused.AdvanceInputs())
+        plan.run(plan.hyperparameters, fused.GradientInputs())
         results.append([parameter.detach(), *optimizer.state[parameter].values()])
         assert plan.launches
     assert not torch.equal(results[0][0], start.detach().to(device))

@@ -200,7 +200,7 @@ def test_a_kept_plan_gives_the_bits_of_a_new_one(
             if not keeps:
                 optimizer._stepper.forget()
             optimizer.step()
-            plans.append(list(optimizer._stepper._plans))
+            plans.append(list(optimizer._stepper.plans))
         if keeps and event in (nothing, move_gradients, change_learning_rate, fill_learning_rate_tensor, change_betas):
             assert plans[0] == plans[2], "the plan should have been kept"
         sides.append((optimizer, parameters))
@@ -259,10 +259,10 @@ def test_loss_scale_and_clip_coefficient_are_read_from_the_device(device: torch.
     for scale in (1.0, 1024.0):
         parameters = [nn.Parameter(w.detach().to(device, copy=True)) for w in weights]
         optimizer = fod.FlashAdamW(named(parameters), fused=True)
-        if scale != 1.0:
-            optimizer.grad_scale = torch.tensor(scale * 4, device=device)
-            optimizer.clip_coefficient = torch.tensor(4.0, device=device)
         for step in range(2):
+            if scale != 1.0:
+                optimizer.grad_scale = torch.tensor(scale * 4, device=device)
+                optimizer.clip_coefficient = torch.tensor(4.0, device=device)
             new_gradients(parameters, step)
             for parameter in parameters:
                 assert parameter.grad is not None

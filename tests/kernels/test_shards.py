@@ -51,7 +51,7 @@ def train(cases: list[Case], world_size: int | None, steps: int) -> dict[str, di
             parameter = parameters[case.name]
             parameter.grad = case.place(case.gradient(step), None if world_size is None else case.mesh(world_size))
         optimizer.step()
-    assert optimizer._stepper._plans, "the step was not taken by the kernels"
+    assert optimizer._stepper.plans, "the step was not taken by the kernels"
     return {name: whole_state(optimizer, parameter) for name, parameter in parameters.items()}
 
 

@@ -1,0 +1,81 @@
+"""Factors on gradients and skipped steps: GradScaler's protocol, the clip coefficient, and their count.
+
+All are device scalars, read inside the step on GPUs; elsewhere the step reads them on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GradientInputs:
+    """What a step needs to know of its gradients, as tensors on any device; None where there is nothing to know.
+
+    ``found_inf``: not zero skips the step. ``grad_scale``: gradients are divided by it. ``coefficient``: gradients are
+    multiplied by it; NaN or negative skips. It has no dimension, or one with a value for each parameter of the step.
+    """
+
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
+    coefficient: Tensor | None = None
+
+    def to(self, device: torch.device) -> GradientInputs:
+        """Return the same on a device, without waiting for it."""
+
+        def moved(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value.to(device, non_blocking=True)
+
+        return GradientInputs(moved(self.found_inf), moved(self.grad_scale), moved(self.coefficient))
+
+    def factors(self, parameters: int) -> list[float]:
+        """Return the factor on the gradients of each of so many parameters, NaN where it is not to be stepped.
+
+        Synchronizes with the device of the tensors.
+        """
+        if self.found_inf is not None and float(self.found_inf) != 0.0:
+            return [float("nan")] * parameters
+        scale = 1.0 if self.grad_scale is None else 1.0 / float(self.grad_scale)
+        if self.coefficient is None:
+            return [scale] * parameters
+        values = self.coefficient.tolist()
+        coefficients = values if isinstance(values, list) else [values] * parameters
+        return [scale * value if value >= 0.0 else float("nan") for value in coefficients]
+
+
+class GradientScaling:
+    """The part of ``FlashOptimizer`` that scales gradients and skips steps; the class beside it takes the steps."""
+
+    clip_coefficient: Tensor | None
+    """Factor on all gradients in the next step, a 0-dim tensor on any device; NaN or negative skips that step. Set by
+    :func:`flashoptim_dist.clip_grad_norm_`; ``step()`` and ``zero_grad()`` take it away.
+    """
+
+    _stepper: Any
+    _skipped_steps: int
+
+    def _init_scaling(self) -> None:
+        # GradScaler's protocol: it leaves unscaling and the skip to step(), through the attributes grad_scale and
+        # found_inf, which it makes and deletes around the call.
+        self._step_supports_amp_scaling = True
+        self._skipped_steps = 0
+        self.clip_coefficient = None
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of steps skipped because a gradient was not finite. Reading it synchronizes with the device."""
+        return self._skipped_steps + self._stepper.skipped_steps
+
+    def _gradient_inputs(self) -> GradientInputs:
+        """Return what the next step needs to know of the gradients.
+
+        The scale is absent after ``scaler.unscale_``, which has applied it; what it found is there all the same.
+        """
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        # GradScaler gives a plain 0 where no parameter had a gradient.
+        found_inf = found_inf if isinstance(found_inf, Tensor) else None
+        return GradientInputs(found_inf, grad_scale, self.clip_coefficient)
