@@ -106,7 +106,7 @@ def prepare(
 
     def begin() -> str:
         snapshot.collect_common(source, entries, collected, ranks.world_size)
-        return _make_staging(target, overwrite)
+        return make_staging(target, overwrite)
 
     staging = target.with_name(ranks.on_first(doing, begin))
     aliases = {alias: key for rank in collected for alias, key in rank.aliases.items()}
@@ -166,7 +166,7 @@ def _write(job: Job, planner_of: Callable[[], SnapshotPlanner]) -> None:
         records = {name: record for _, files in written for name, record in files.items()} | writer.records
         check_sizes(job.staging, records, records)
         write_manifest(job.staging, records)
-        _take_place(job.staging, job.target, job.overwrite)
+        take_place(job.staging, job.target, job.overwrite)
         if job.published is not None:
             job.published()
 
@@ -177,13 +177,21 @@ def _add_aliases(metadata: Metadata, results: list[WriteResult], aliases: Mappin
     """Let the second name of a tied weight refer to the bytes of the first."""
     for alias, key in aliases.items():
         metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
-        metadata.planner_data[alias] = (layout.MODEL, alias.removeprefix(f"{layout.MODEL}."))
+        beside = metadata.planner_data[key][:-1]  # torchtitan has its model's entries at the top
+        metadata.planner_data[alias] = (*beside, alias.removeprefix(f"{layout.key_of(beside)}." if beside else ""))
         results += [
             replace(result, index=replace(result.index, fqn=alias)) for result in results if result.index.fqn == key
         ]
 
 
-def _make_staging(target: Path, overwrite: bool) -> str:
+def make_staging(target: Path, overwrite: bool) -> str:
+    """Make the hidden folder in which something for ``target`` is written, and return its name (one rank only).
+
+    What earlier writers of the same target left when they were killed is cleared away.
+
+    Raises:
+        CheckpointError: the target is there already, or nothing can be written beside it.
+    """
     try:
         recover(target)
         if target.exists() and not overwrite and any(target.iterdir()):
@@ -198,8 +206,8 @@ def _make_staging(target: Path, overwrite: bool) -> str:
     return staging.name
 
 
-def _take_place(staging: Path, target: Path, overwrite: bool) -> None:
-    """Give the staging folder its name; an older checkpoint of that name steps aside, and goes afterwards."""
+def take_place(staging: Path, target: Path, overwrite: bool) -> None:
+    """Give the staging folder its name; an older one of that name steps aside, and goes afterwards (one rank only)."""
     sync_directory(staging)
     replaced = layout.replaced_path(target)
     if target.exists():

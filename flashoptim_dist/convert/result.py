@@ -1,0 +1,109 @@
+"""What a conversion writes: tensors that are computed block by block, and everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashoptim_dist.checkpoint.layout import MODEL, OPTIMIZER, PARAM_GROUPS, STATE, Path_
+from flashoptim_dist.convert.lazy import ComputedTensor, LazyTensor
+from flashoptim_dist.convert.training_state import Group, Layout
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """A tensor to write: where in the nested state, its shape and its dtype."""
+
+    path: Path_
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Tensors that are computed together, in blocks of rows: all of one parameter.
+
+    ``compute(start, stop)`` returns rows of each, in the order of ``outputs``, whose first dimensions agree.
+    """
+
+    outputs: tuple[OutputTensor, ...]
+    compute: Callable[[int, int], Sequence[Tensor]]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape that decides the blocks: that of the largest output."""
+        return max((output.shape for output in self.outputs), key=lambda shape: (len(shape), torch.Size(shape).numel()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all outputs."""
+        return sum(torch.Size(output.shape).numel() * output.dtype.itemsize for output in self.outputs)
+
+    def tensors(self) -> list[tuple[Path_, LazyTensor]]:
+        """Return each output by itself; reading it computes its whole unit, block by block."""
+        return [(output.path, self._tensor(index, output)) for index, output in enumerate(self.outputs)]
+
+    def _tensor(self, index: int, output: OutputTensor) -> LazyTensor:
+        where = ".".join(map(str, output.path))
+        return ComputedTensor(output.shape, output.dtype, where, lambda a, b: self.compute(a, b)[index])
+
+
+@dataclass
+class Result:
+    """The whole of what is written."""
+
+    units: list[Unit] = field(default_factory=list)
+    objects: list[tuple[Path_, Any]] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Further names of tied weights, and the names that hold them."""
+    record: dict[str, Any] = field(default_factory=dict)
+    unnamed: bool = False
+    """Whether the optimizer's parameters are known by number alone."""
+    notes: list[str] = field(default_factory=list)
+    """What a user should know of how it was converted."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(unit.nbytes for unit in self.units)
+
+
+def unit_of(path: Path_, tensor: LazyTensor, dtype: torch.dtype | None = None) -> Unit:
+    """Return a unit that copies a tensor, cast to another dtype if one is given."""
+    dtype = tensor.dtype if dtype is None else dtype
+    return Unit((OutputTensor(path, tensor.shape, dtype),), lambda start, stop: (tensor.rows(start, stop).to(dtype),))
+
+
+def path_in(layout: Layout, path: Path_) -> Path_:
+    """Return where an entry of the nested state sits in a layout."""
+    if layout == "nested":
+        return path
+    if path[0] == OPTIMIZER:
+        return (OPTIMIZER, ".".join(map(str, path[1:])))
+    return path[1:] if layout == "torchtitan" and path[0] == MODEL else path
+
+
+def group_entries(layout: Layout, groups: Iterable[Group]) -> list[tuple[Path_, Any]]:
+    """Return the entries of parameter groups: by number with their parameters' names, or flattened by parameter."""
+    entries: list[tuple[Path_, Any]] = []
+    for index, group in enumerate(groups):
+        if layout == "nested":
+            numbered: Mapping[str, Any] = {**group.options, "params": list(group.names)}
+            entries += [((OPTIMIZER, PARAM_GROUPS, index, key), value) for key, value in numbered.items()]
+        else:
+            entries += [
+                ((OPTIMIZER, f"{PARAM_GROUPS}.{name}.{key}"), value)
+                for name in group.names
+                for key, value in group.options.items()
+            ]
+    return entries
+
+
+def state_path(name: str, state: str) -> Path_:
+    """Return where a state of a parameter sits."""
+    return (OPTIMIZER, STATE, name, state)
