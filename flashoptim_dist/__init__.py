@@ -2,6 +2,7 @@
 
 from flashoptim_dist._version import __version__
 from flashoptim_dist.casting import cast_model
+from flashoptim_dist.clipping import clip_grad_norm_
 from flashoptim_dist.memory import memory_report
 from flashoptim_dist.optim import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
 from flashoptim_dist.sharding.fsdp import shard_model
@@ -14,6 +15,7 @@ __all__ = [
     "FlashSGDW",
     "__version__",
     "cast_model",
+    "clip_grad_norm_",
     "memory_report",
     "shard_model",
 ]

@@ -1,0 +1,243 @@
+"""Clip gradients by their global norm without passing over them a second time.
+
+One launch adds up the squares of all local gradients; one reduction per device mesh makes the norm; the coefficient
+stays on the device, and the next ``step()`` multiplies by it as it reads the gradients.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Replicate
+
+from flashoptim_dist.optim.base import FlashOptimizer
+from flashoptim_dist.optim.norms import NormPlan
+from flashoptim_dist.sharding import local_tensor
+
+ParametersOrOptimizer = Tensor | Iterable[Tensor] | torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+
+_EPSILON = 1e-6
+"""Added to the norm in the coefficient, as in torch."""
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters_or_optimizer: ParametersOrOptimizer,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    pp_group: dist.ProcessGroup | DeviceMesh | None = None,
+) -> Tensor:
+    """Clip the gradients so that their global norm is at most ``max_norm``; return the norm before.
+
+    With an optimizer of ours the gradients are only read: its next ``step()`` multiplies them by the coefficient, or
+    is skipped on all ranks if the norm is not finite, and ``optimizer.skipped_steps`` counts it. ``.grad`` keeps what
+    it holds. Without (parameters, or another optimizer) the gradients are multiplied in place, as torch does.
+
+    All ranks must call, in the same order. Parameters may be plain tensors and DTensors of any meshes and placements
+    (FSDP, HSDP, tensor and expert parallel): the sums of a mesh are reduced over it, and replicas count once. A plain
+    tensor counts as it is on this rank, without communication; it must be the same on all of them. Nothing waits for
+    the device, except with ``error_if_nonfinite``.
+
+    Args:
+        parameters_or_optimizer: one or more parameters, or one or more optimizers, whose parameters share the norm.
+        max_norm: largest norm; inf clips nothing, and still skips a step that is not finite.
+        norm_type: 2 or inf.
+        error_if_nonfinite: raise if the norm is NaN or Inf; all ranks do. Synchronizes with the device.
+        foreach: accepted, without effect; it stands here for torch's order of arguments.
+        pp_group: ranks that hold the other stages of a pipeline, as a group or a mesh of one dimension.
+
+    Returns:
+        The norm, fp32, 0-dim, a plain tensor on the gradients' device; the same on all ranks. The coefficient is
+        min(1, max_norm / (norm + 1e-6)), as in ``torch.nn.utils.clip_grad_norm_``. A second call before the step sees
+        gradients that the first has clipped.
+
+    Raises:
+        ValueError: another norm_type, or a negative or NaN max_norm.
+        RuntimeError: a sparse gradient; with ``error_if_nonfinite`` a norm that is not finite.
+    """
+    if norm_type not in (2, 2.0, math.inf):
+        raise ValueError(f"norm_type must be 2 or inf, got {norm_type}; other norms: torch.nn.utils.clip_grad_norm_")
+    if not float(max_norm) >= 0.0:
+        raise ValueError(f"max_norm must be a number >= 0, got {max_norm}")
+    optimizers, parameters = _resolve(parameters_or_optimizer)
+    ours = [optimizer for optimizer in optimizers if isinstance(optimizer, FlashOptimizer)]
+    lazy = bool(optimizers) and len(ours) == len(optimizers)
+    norm = _global_norm(parameters, ours[0] if ours else None, math.isinf(norm_type), pp_group)
+    earlier = ours[0].clip_coefficient if lazy else None
+    if earlier is not None:
+        norm = norm * earlier.to(norm.device)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"the gradients' norm of order {norm_type} is {float(norm)}; with error_if_nonfinite=False the step would "
+            "be skipped and counted in optimizer.skipped_steps"
+        )
+    coefficient = (float(max_norm) / (norm + _EPSILON)).clamp(max=1.0)
+    if not lazy:
+        _multiply(parameters, coefficient.float())
+        return norm.float()
+    if earlier is not None:
+        coefficient = coefficient * earlier.to(norm.device)
+    coefficient = torch.where(torch.isfinite(norm), coefficient, math.nan).float()
+    for optimizer in ours:
+        optimizer.clip_coefficient = coefficient
+    return norm.float()
+
+
+def _resolve(given: ParametersOrOptimizer) -> tuple[list[torch.optim.Optimizer], list[Tensor]]:
+    """Return the optimizers given, if any, and all parameters."""
+    items = [given] if isinstance(given, Tensor | torch.optim.Optimizer) else list(given)
+    optimizers = [item for item in items if isinstance(item, torch.optim.Optimizer)]
+    parameters = [item for item in items if isinstance(item, Tensor)]
+    if len(optimizers) + len(parameters) < len(items) or (optimizers and parameters):
+        kinds = ", ".join(sorted({type(item).__name__ for item in items}))
+        raise TypeError(f"give parameters, or optimizers, not {kinds}")
+    for optimizer in optimizers:
+        parameters += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return optimizers, list(dict.fromkeys(parameters))
+
+
+# ---------------------------------------------------------------------- the norm
+
+
+@dataclass
+class MeshSums:
+    """Which mesh and replication belong to each bucket; ``buckets`` says which bucket each gradient goes into.
+
+    Derived from the parameters alone, those without a gradient included, so that all ranks of a mesh take part in its
+    reduction. Bucket 0 holds plain tensors.
+    """
+
+    meshes: list[DeviceMesh] = field(default_factory=list)
+    keys: dict[tuple[int, int], int] = field(default_factory=lambda: {(-1, 1): 0})
+
+    def bucket(self, tensor: Tensor) -> int:
+        """Return the bucket of a tensor's squares: its mesh, and on how many ranks of it the same ones lie."""
+        if not isinstance(tensor, DTensor):
+            return 0
+        mesh = tensor.device_mesh
+        if mesh not in self.meshes:
+            self.meshes.append(mesh)
+        replicas = math.prod(
+            mesh.size(dim) for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)
+        )
+        return self.keys.setdefault((self.meshes.index(mesh), replicas), len(self.keys))
+
+    def total(self, sums: Tensor, infinity: bool) -> Tensor:
+        """Reduce the buckets' sums over their meshes; return the sum over all, fp64, 0-dim. All ranks must call."""
+        parts = sums.unbind()
+        total = parts[0]
+        for number, mesh in enumerate(self.meshes):
+            mine = [(parts[bucket], key[1]) for key, bucket in self.keys.items() if key[0] == number]
+            if infinity:
+                value = torch.stack([part for part, _ in mine]).max()
+            else:
+                # Every replica counts for its part of one, so that all ranks of the mesh get the same number, even
+                # where replicas differ.
+                value = torch.stack([part / replicas for part, replicas in mine]).sum()
+            groups = mesh.get_all_groups() if mesh.get_coordinate() is not None else []
+            value = reduce_over(value, [group for group in groups if dist.get_world_size(group) > 1], infinity)
+            total = torch.maximum(total, value) if infinity else total + value
+        return total
+
+
+def reduce_over(value: Tensor, groups: Sequence[dist.ProcessGroup], infinity: bool) -> Tensor:
+    """All-reduce a tensor over one group after the other, on a device that the group serves; return it on its own."""
+    operation = dist.ReduceOp.MAX if infinity else dist.ReduceOp.SUM
+    for group in groups:
+        devices = group._device_types
+        moved = value if value.device in devices or value.device.type in {d.type for d in devices} else None
+        if moved is None:
+            moved = value.to(torch.device(devices[0].type, torch.accelerator.current_device_index()))
+        # NaN is lost in some backends' maximum: it travels as a flag of its own.
+        packed = torch.stack([moved.nan_to_num(nan=0.0, posinf=math.inf), moved.isnan().to(moved.dtype)])
+        dist.all_reduce(packed, op=operation, group=group)
+        value = torch.where(packed[1] > 0, math.nan, packed[0]).to(value.device)
+    return value
+
+
+_plans: weakref.WeakKeyDictionary[FlashOptimizer, dict[tuple[torch.device, bool], NormPlan]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Norm plans of optimizers, kept from step to step."""
+
+
+def _global_norm(
+    parameters: Sequence[Tensor],
+    optimizer: FlashOptimizer | None,
+    infinity: bool,
+    pp_group: dist.ProcessGroup | DeviceMesh | None,
+) -> Tensor:
+    """Return the norm of all gradients, fp64, 0-dim, on the first gradient's device."""
+    meshes = MeshSums()
+    by_device: dict[torch.device, tuple[list[Tensor], list[int]]] = {}
+    for parameter in parameters:
+        if not parameter.requires_grad and parameter.grad is None:
+            continue
+        bucket = meshes.bucket(parameter)
+        gradient = parameter.grad
+        if gradient is None:
+            by_device.setdefault(local_tensor(parameter).device, ([], []))
+            continue
+        local = _local_gradient(gradient, parameter)
+        if isinstance(gradient, DTensor) and not isinstance(parameter, DTensor):
+            bucket = meshes.bucket(gradient)
+        gradients, buckets = by_device.setdefault(local.device, ([], []))
+        gradients.append(local)
+        buckets.append(bucket)
+    count = len(meshes.keys)
+    sums: Tensor | None = None
+    kept = _plans.setdefault(optimizer, {}) if optimizer is not None else {}
+    for device, (gradients, buckets) in by_device.items():
+        plan = kept.get((device, infinity))
+        if plan is None or not plan.fits(gradients, buckets, count):
+            fused = optimizer._fused if optimizer is not None else None
+            plan = NormPlan(gradients, buckets, count, device, infinity=infinity, fused=fused)
+            kept[device, infinity] = plan
+        found = plan.sums(gradients)
+        if sums is None:
+            sums = found
+        else:
+            found = found.to(sums.device)
+            sums = torch.maximum(sums, found) if infinity else sums + found
+    if sums is None:
+        sums = torch.zeros(count, dtype=torch.float64)
+    total = meshes.total(sums, infinity)
+    if pp_group is not None:
+        groups = [pp_group] if isinstance(pp_group, dist.ProcessGroup) else pp_group.get_all_groups()
+        total = reduce_over(total, groups, infinity)
+    return total if infinity else total.sqrt()
+
+
+def _local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return this rank's part of a gradient; a Partial one is reduced first (all ranks of its mesh take part)."""
+    if gradient.is_sparse or gradient.layout != torch.strided:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient; build its embedding with "
+            "sparse=False"
+        )
+    if isinstance(gradient, DTensor) and any(isinstance(p, Partial) for p in gradient.placements):
+        placements = [Replicate() if isinstance(p, Partial) else p for p in gradient.placements]
+        gradient = gradient.redistribute(placements=placements)
+    return local_tensor(gradient)
+
+
+def _multiply(parameters: Sequence[Tensor], coefficient: Tensor) -> None:
+    """Multiply all gradients in place."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local = local_tensor(parameter.grad)
+            by_device.setdefault(local.device, []).append(local)
+    for device, gradients in by_device.items():
+        torch._foreach_mul_(gradients, coefficient.to(device))
