@@ -108,7 +108,8 @@ def convert(
 def summary(place: Path, result: Result) -> Converted:
     """Return what is to be said of a result that was written."""
     outputs = [output for unit in result.units for output in unit.outputs]
-    parameters = sum(torch.Size(output.shape).numel() for output in outputs if output.path[0] == "model")
+    weights = [output for output in outputs if output.path[0] == MODEL and output.dtype.is_floating_point]
+    parameters = sum(torch.Size(output.shape).numel() for output in weights)
     return Converted(place, len(outputs), parameters, result.nbytes, tuple(result.notes))
 
 
