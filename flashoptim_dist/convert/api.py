@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from flashoptim_dist.checkpoint.errors import CheckpointError, CheckpointFormatError
 from flashoptim_dist.checkpoint.files import local_path
+from flashoptim_dist.checkpoint.layout import MODEL
 from flashoptim_dist.checkpoint.ranks import own_ranks
 from flashoptim_dist.convert.converting import Choices, convert_state
 from flashoptim_dist.convert.dcp_target import write_dcp
