@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
+from contextlib import suppress
 from pathlib import Path
 
-from flashoptim_dist.checkpoint.errors import CheckpointError
+from flashoptim_dist.checkpoint.errors import CheckpointError, DamagedCheckpointError
 
 
 def sync_directory(directory: Path) -> None:
@@ -19,14 +21,58 @@ def sync_directory(directory: Path) -> None:
 
 
 def write_durably(file: Path, data: bytes) -> None:
-    """Replace a file's contents at once: a reader sees the old or the new ones, also after a power cut."""
+    """Replace a file's contents at once: a reader sees the old or the new ones, also after a power cut.
+
+    Raises:
+        CheckpointError: it can't be written; the old contents are still there.
+    """
     temporary = file.with_name(f".{file.name}.new")
-    with open(temporary, "wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
-    sync_directory(file.parent)
+    try:
+        with open(temporary, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
+        sync_directory(file.parent)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise CheckpointError(f"{file} can't be written: {error.strerror or error}") from error
+
+
+def read_small(file: Path) -> bytes:
+    """Return a file's contents.
+
+    Raises:
+        DamagedCheckpointError: it is missing or can't be read; also where it is no regular file, which might never end.
+    """
+    size_of(file)
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise unreadable(file, error) from error
+
+
+def size_of(file: Path) -> int:
+    """Return a file's size in bytes.
+
+    Raises:
+        DamagedCheckpointError: it is missing or no regular file (a link to one counts as one).
+    """
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"{file} is missing") from None
+    except OSError as error:
+        raise unreadable(file, error) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise DamagedCheckpointError(f"{file} is no regular file")
+    return status.st_size
+
+
+def unreadable(file: Path, error: OSError) -> DamagedCheckpointError:
+    """Return the error for a file that the system could not read."""
+    return DamagedCheckpointError(f"{file} can't be read: {error.strerror or error}")
 
 
 def remove_tree(directory: Path) -> None:
@@ -45,4 +91,6 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         raise CheckpointError(
             f"{text} is a URL: checkpoints are written to a local or mounted folder, copy them from there"
         )
+    if os.path.islink(text):  # else the link, and not the folder, would be renamed
+        return Path(os.path.realpath(text))
     return Path(os.path.abspath(text))

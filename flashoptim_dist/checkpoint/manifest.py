@@ -8,13 +8,14 @@ protection against somebody who changes files on purpose.
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from flashoptim_dist.checkpoint.errors import DamagedCheckpointError
-from flashoptim_dist.checkpoint.files import write_durably
+from flashoptim_dist.checkpoint.files import read_small, size_of, unreadable, write_durably
 
 MANIFEST = "manifest.json"
 _VERSION = 1
@@ -48,10 +49,9 @@ def read_manifest(directory: Path) -> dict[str, FileRecord] | None:
         DamagedCheckpointError: the manifest itself is damaged.
     """
     file = directory / MANIFEST
-    try:
-        data = file.read_bytes()
-    except FileNotFoundError:
+    if not os.path.lexists(file):
         return None
+    data = read_small(file)
     try:
         body = json.loads(data)
         stated = body.pop("crc32")
@@ -71,10 +71,7 @@ def check_sizes(directory: Path, files: dict[str, FileRecord], names: Iterable[s
     """
     for name in names:
         file = directory / name
-        try:
-            size = file.stat().st_size
-        except FileNotFoundError:
-            raise DamagedCheckpointError(f"{file} is missing") from None
+        size = size_of(file)
         if size != files[name].size:
             raise DamagedCheckpointError(f"{file} has {size} bytes, and {files[name].size} were written")
 
@@ -88,9 +85,12 @@ def check_contents(directory: Path, files: dict[str, FileRecord], names: Iterabl
     for name in names:
         file = directory / name
         checksum = 0
-        with open(file, "rb", buffering=0) as stream:
-            while block := stream.read(_READ_BYTES):
-                checksum = zlib.crc32(block, checksum)
+        try:
+            with open(file, "rb", buffering=0) as stream:
+                while block := stream.read(_READ_BYTES):
+                    checksum = zlib.crc32(block, checksum)
+        except OSError as error:  # a bad sector too
+            raise unreadable(file, error) from error
         if checksum != files[name].crc32:
             raise DamagedCheckpointError(
                 f"{file} is damaged: checksum {checksum:08x}, and {files[name].crc32:08x} was written"

@@ -21,6 +21,22 @@ def leaves(value: Any, path: Path_ = ()) -> list[tuple[Path_, Any]]:
     return [(path, value)]
 
 
+def comes_apart(value: Any) -> bool:
+    """Return whether ``nest`` undoes ``leaves``: all keys are strings, and no inner dictionary is empty."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(isinstance(name, str) and comes_apart(inner) for name, inner in value.items())
+    if isinstance(value, list) and any(isinstance(inner, torch.Tensor | Mapping) for inner in value):
+        return all(comes_apart(inner) for inner in value)
+    return True
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is an immutable one of Python's own: a number, string, None, or a tuple of such."""
+    if type(value) is tuple:
+        return all(is_plain(item) for item in value)
+    return value is None or type(value) in (bool, int, float, str)
+
+
 def nest(entries: Iterable[tuple[Path_, Any]]) -> dict[Any, Any]:
     """Return what ``leaves`` took apart; numbers in a path are positions in lists."""
     root: dict[Any, Any] = {}

@@ -64,6 +64,7 @@ class OptimizerLoad:
         self._optimizer = optimizer
         self._spec = spec
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._number = {parameter: number for number, parameter in enumerate(self._parameters)}
         self._name = {parameter: saved.name_of(names.get(parameter, [])) for parameter in self._parameters}
         self._groups = [self._group(group, index) for index, group in enumerate(optimizer.param_groups)]
         self._lrs = [group.get("lr") for group in optimizer.param_groups]
@@ -158,8 +159,7 @@ class OptimizerLoad:
                     f"{options[key]!r}",
                     stacklevel=2,
                 )
-        numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
-        return {**options, "params": [numbers[parameter] for parameter in group["params"]]}
+        return {**options, "params": [self._number[parameter] for parameter in group["params"]]}
 
 
 def _states_by_parameter(reader: SafeReader, live: set[str]) -> dict[str, dict[Path_, str]]:

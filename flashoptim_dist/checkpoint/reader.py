@@ -17,7 +17,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from flashoptim_dist.checkpoint.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
+from flashoptim_dist.checkpoint.files import read_small, size_of, unreadable
 from flashoptim_dist.checkpoint.layout import METADATA
+from flashoptim_dist.checkpoint.nesting import is_plain
 from flashoptim_dist.checkpoint.planners import InPlacePlanner
 from flashoptim_dist.checkpoint.safe_unpickle import load_metadata, load_object, reading_error
 
@@ -35,13 +37,10 @@ class SafeReader(FileSystemReader):
         super().__init__(directory)
         self.directory = directory
         file = directory / METADATA
-        try:
-            data = file.read_bytes()
-        except FileNotFoundError:
-            if directory.is_dir() and any(directory.iterdir()):
-                raise DamagedCheckpointError(f"{file} is missing") from None
-            raise CheckpointError(f"there is no checkpoint in {directory}") from None
-        self.metadata = load_metadata(data, str(file))
+        if not (directory.is_dir() and any(directory.iterdir())):
+            raise CheckpointError(f"there is no checkpoint in {directory}")
+        self.metadata = load_metadata(read_small(file), str(file))
+        self._plain: dict[bytes, Any] = {}
         self.files = sorted({_file_of(info, file) for info in (self.metadata.storage_data or {}).values()})
         self._check_lengths()
         if self.metadata.storage_meta is None:
@@ -54,10 +53,7 @@ class SafeReader(FileSystemReader):
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         for name, end in ends.items():
             file = self.directory / name
-            try:
-                size = file.stat().st_size
-            except FileNotFoundError:
-                raise DamagedCheckpointError(f"{file} is missing") from None
+            size = size_of(file)
             if size < end:
                 raise DamagedCheckpointError(f"{file} has {size} bytes, and entries up to byte {end}")
 
@@ -85,11 +81,16 @@ class SafeReader(FileSystemReader):
             with open(file, "rb") as stream:
                 stream.seek(info.offset)
                 data = stream.read(info.length)
-        except FileNotFoundError:
-            raise DamagedCheckpointError(f"{file} is missing") from None
+        except OSError as error:
+            raise unreadable(file, error) from error
         if len(data) != info.length:
             raise DamagedCheckpointError(f"{file} ends at byte {info.offset + len(data)}, inside entry {key!r}")
-        return load_object(data, str(file), key)
+        if data in self._plain:  # the same learning rate in hundreds of groups
+            return self._plain[data]
+        value = load_object(data, str(file), key)
+        if is_plain(value):
+            self._plain[data] = value
+        return value
 
     def small_tensor(self, key: str) -> torch.Tensor:
         """Return a tensor that every rank needs whole, on the CPU."""
@@ -115,8 +116,8 @@ class SafeReader(FileSystemReader):
             file = self.directory / self.storage_data[item.storage_index].relative_path
             try:
                 done = super().read_data(LoadPlan([item]), planner)
-            except FileNotFoundError as error:
-                raise DamagedCheckpointError(f"{file} is missing") from error
+            except OSError as error:
+                raise unreadable(file, error) from error
             except Exception as error:
                 raise reading_error(f"{file} (entry {item.storage_index.fqn!r})", error) from error
         return done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from flashoptim_dist.checkpoint.layout import (
     key_of,
 )
 from flashoptim_dist.checkpoint.names import parameter_names
-from flashoptim_dist.checkpoint.nesting import digest_of, leaves
+from flashoptim_dist.checkpoint.nesting import comes_apart, digest_of, is_plain, leaves
 from flashoptim_dist.checkpoint.rng import capture_rng
 from flashoptim_dist.checkpoint.safe_unpickle import load_object
 from flashoptim_dist.checkpoint.writer import save_object
@@ -71,16 +72,30 @@ def serialize(value: Any, key: str) -> io.BytesIO:
     Raises:
         CheckpointError: it holds something that is no number, string, container, tensor or numpy array.
     """
+    if is_plain(value):  # thousands of group options are such, and most of them alike
+        return io.BytesIO(_plain_bytes(repr(value), value))
+    failure: Exception | None = None
+    for zipped in (False, True):  # tensors of some dtypes can be read from the newer form only
+        data = io.BytesIO()
+        try:
+            save_object(value, data, zipped)
+            load_object(data.getvalue(), "it", key)
+        except Exception as error:
+            failure = failure or error
+        else:
+            return data
+    raise CheckpointError(
+        f"{key!r} can't be saved: it holds something else than numbers, strings, lists, dictionaries, tensors and "
+        f"numpy arrays ({failure})"
+    ) from failure
+
+
+@lru_cache(maxsize=4096)
+def _plain_bytes(text: str, value: Any) -> bytes:
+    """Return a plain value in torch.save's format. ``repr`` tells 0.0 from -0.0 and (1,) from (True,)."""
     data = io.BytesIO()
-    try:
-        save_object(value, data)
-        load_object(data.getvalue(), "it", key)
-    except Exception as error:
-        raise CheckpointError(
-            f"{key!r} can't be saved: it holds something else than numbers, strings, lists, dictionaries, tensors and "
-            f"numpy arrays ({error})"
-        ) from error
-    return data
+    save_object(value, data)
+    return data.getvalue()
 
 
 @dataclass
@@ -172,12 +187,12 @@ def _collect_optimizers(
 def _joined_groups(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return the groups of all ranks: those of the first, then what only other ranks (pipeline stages) hold."""
     joined = list(by_rank[0])
-    seen = [group["params"] for group in joined]
+    seen = {tuple(group["params"]) for group in joined}
     for groups in by_rank[1:]:
         for group in groups:
-            if group["params"] not in seen:
+            if tuple(group["params"]) not in seen:
                 joined.append(group)
-                seen.append(group["params"])
+                seen.add(tuple(group["params"]))
     return joined
 
 
@@ -216,14 +231,26 @@ def state_of(thing: Any) -> Any:
 
 
 def extras_leaves(extras: Mapping[str, Any]) -> list[tuple[Path_, Any]]:
-    """Return the extras by path: dictionaries that hold tensors are taken apart, other objects stay whole."""
+    """Return the extras by path: dictionaries that hold tensors are taken apart, other objects stay whole.
+
+    Raises:
+        CheckpointError: a DTensor lies in a dictionary whose keys are no strings.
+    """
     result: list[tuple[Path_, Any]] = []
     for name, value in extras.items():
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             value = value.state_dict()
         inner = leaves(value, (str(name),))
-        if any(isinstance(leaf, torch.Tensor) for _, leaf in inner):
+        tensors = [leaf for _, leaf in inner if isinstance(leaf, torch.Tensor)]
+        if not tensors:
+            result.append(((str(name),), value))
+        elif comes_apart(value):
             result += inner
+        elif any(isinstance(leaf, DTensor) for leaf in tensors):
+            raise CheckpointError(
+                f"extras {name!r} can't be saved: it holds DTensors beside an empty container, or in a dictionary "
+                "whose keys are no strings. Name them by strings, or pass an optimizer as one of the optimizers"
+            )
         else:
             result.append(((str(name),), value))
     return result

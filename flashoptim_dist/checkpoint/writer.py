@@ -21,6 +21,24 @@ from flashoptim_dist.checkpoint.errors import CheckpointError
 from flashoptim_dist.checkpoint.layout import METADATA
 from flashoptim_dist.checkpoint.manifest import FileRecord
 
+_IN_OLDER_FORM = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.complex64,
+        torch.complex128,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    }
+)
+"""What torch.load reads from its older form; float8 and wider unsigned integers it writes there and can't read."""
+
 
 class _CheckedFile(io.RawIOBase):
     """A file being written: counts and sums up its bytes, and keeps the error that torch.save would hide."""
@@ -139,9 +157,9 @@ class CheckedWriter(StorageWriter):
         return "://" not in os.fspath(checkpoint_id)
 
 
-def save_object(value: Any, stream: Any) -> None:
-    """Write an object or CPU tensor in torch.save's older, compact form."""
-    torch.save(value, stream, _use_new_zipfile_serialization=False)
+def save_object(value: Any, stream: Any, zipped: bool = False) -> None:
+    """Write an object or CPU tensor in torch.save's older, compact form, or in the newer, which knows all dtypes."""
+    torch.save(value, stream, _use_new_zipfile_serialization=zipped)
 
 
 def _write(file: _CheckedFile, data: torch.Tensor | io.BytesIO) -> None:
@@ -151,7 +169,7 @@ def _write(file: _CheckedFile, data: torch.Tensor | io.BytesIO) -> None:
     data = data.detach().cpu()
     if not data.is_contiguous() or data.untyped_storage().size() != data.nbytes:
         data = data.clone(memory_format=torch.contiguous_format)  # torch.save would write the whole storage
-    save_object(data, file)
+    save_object(data, file, zipped=data.dtype not in _IN_OLDER_FORM)
 
 
 def _cannot_write(file: Path, error: OSError) -> CheckpointError:
