@@ -5,6 +5,7 @@ from flashoptim_dist.casting import cast_model
 from flashoptim_dist.clipping import clip_grad_norm_
 from flashoptim_dist.memory import memory_report
 from flashoptim_dist.optim import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
+from flashoptim_dist.release import GradientRelease, enable_gradient_release
 from flashoptim_dist.sharding.fsdp import shard_model
 
 __all__ = [
@@ -13,9 +14,11 @@ __all__ = [
     "FlashLion",
     "FlashSGD",
     "FlashSGDW",
+    "GradientRelease",
     "__version__",
     "cast_model",
     "clip_grad_norm_",
+    "enable_gradient_release",
     "memory_report",
     "shard_model",
 ]

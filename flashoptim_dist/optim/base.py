@@ -37,7 +37,7 @@ ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tens
 _logger = logging.getLogger(__name__)
 
 
-class FlashOptimizer(GradientScaling, MasterWeights, torch.optim.Optimizer):
+class FlashOptimizer(MasterWeights, GradientScaling):
     """Base of the optimizers whose state is compressed; use a subclass.
 
     State per parameter, under the names it has on disk, DTensors whenever the parameter is one: ``step`` (0-dim
@@ -287,11 +287,6 @@ class FlashOptimizer(GradientScaling, MasterWeights, torch.optim.Optimizer):
         self._step(self._gradient_inputs())
         self.clip_coefficient = None
         return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero all gradients, as in torch, and with them a clip coefficient that was for them."""
-        super().zero_grad(set_to_none)
-        self.clip_coefficient = None
 
     @torch.no_grad()
     def _step(self, inputs: GradientInputs, subset: Subset | None = None) -> None:

@@ -5,11 +5,14 @@ All are device scalars, read inside the step on GPUs; elsewhere the step reads t
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class GradientInputs:
         return [scale * value if value >= 0.0 else float("nan") for value in coefficients]
 
 
-class GradientScaling:
+class GradientScaling(torch.optim.Optimizer):
     """The part of ``FlashOptimizer`` that scales gradients and skips steps; the class beside it takes the steps."""
 
     clip_coefficient: Tensor | None
@@ -64,6 +67,20 @@ class GradientScaling:
         self._step_supports_amp_scaling = True
         self._skipped_steps = 0
         self.clip_coefficient = None
+        self._zero_grad_hooks: OrderedDict[int, Callable[[Any], None]] = OrderedDict()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero all gradients, as in torch, and with them a clip coefficient that was for them."""
+        for hook in list(self._zero_grad_hooks.values()):
+            hook(self)
+        super().zero_grad(set_to_none)
+        self.clip_coefficient = None
+
+    def register_zero_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
+        """Call a function of this optimizer before every ``zero_grad()``, until the handle is removed."""
+        handle = RemovableHandle(self._zero_grad_hooks)
+        self._zero_grad_hooks[handle.id] = hook
+        return handle
 
     @property
     def skipped_steps(self) -> int:
