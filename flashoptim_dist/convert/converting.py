@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from flashoptim_dist._version import __version__
 from flashoptim_dist.checkpoint.errors import CheckpointFormatError
-from flashoptim_dist.checkpoint.layout import MODEL
+from flashoptim_dist.checkpoint.layout import MODEL, Path_
 from flashoptim_dist.checkpoint.snapshot import LAYOUT_VERSION
 from flashoptim_dist.convert.casting_rule import CastingRule
 from flashoptim_dist.convert.lazy import LazyTensor, MemoryTensor, same_contents
@@ -85,7 +86,7 @@ class _Conversion:
                 result.units.append(self._copied(name))
         result.groups = [Group(target.group(group.options), list(group.names)) for group in state.groups]
         result.objects = [((MODEL, name), value) for name, value in state.model_objects.items()]
-        for path, value in state.others:
+        for path, value in (leaf for path, value in state.others for leaf in _leaves(path, value)):
             if isinstance(value, LazyTensor):
                 result.units.append(unit_of(path, value))
             else:
@@ -234,6 +235,26 @@ def _spec_of(state: TrainingState) -> dict[str, Any] | None:
                 raise CheckpointFormatError(f"{state.path}: {error}") from error
             return dict(spec)
     return None
+
+
+def _leaves(path: Path_, value: Any) -> Iterator[tuple[Path_, Any]]:
+    """Yield a value by its path; containers that hold tensors are taken apart."""
+    if isinstance(value, Mapping) and _holds_tensors(value):
+        for key, inner in value.items():
+            yield from _leaves((*path, str(key)), inner)
+    elif isinstance(value, list | tuple) and _holds_tensors(value):
+        for index, inner in enumerate(value):
+            yield from _leaves((*path, index), inner)
+    else:
+        yield path, value
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds_tensors(inner) for inner in value.values())
+    if isinstance(value, list | tuple):
+        return any(_holds_tensors(inner) for inner in value)
+    return isinstance(value, LazyTensor)
 
 
 def _unit(name: str, conversion: ParameterConversion) -> Unit:

@@ -45,7 +45,7 @@ def write_dcp(target: Path, result: Result, layout: Layout, ranks: Ranks, overwr
 
 
 def _objects(result: Result, layout: Layout) -> dict[Path_, Any]:
-    objects = dict(group_entries(layout, result.groups))
+    objects = dict(group_entries(layout, result.groups, result.unnamed))
     objects |= {path_in(layout, path): value for path, value in result.objects}
     return objects | {(FORMAT,): result.record}
 

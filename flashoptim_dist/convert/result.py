@@ -88,18 +88,22 @@ def path_in(layout: Layout, path: Path_) -> Path_:
     return path[1:] if layout == "torchtitan" and path[0] == MODEL else path
 
 
-def group_entries(layout: Layout, groups: Iterable[Group]) -> list[tuple[Path_, Any]]:
-    """Return the entries of parameter groups: by number with their parameters' names, or flattened by parameter."""
+def group_entries(layout: Layout, groups: Iterable[Group], unnamed: bool = False) -> list[tuple[Path_, Any]]:
+    """Return the entries of parameter groups: by number with their parameters' names, or flattened by parameter.
+
+    ``param_names`` is among them where names are known: an optimizer made from names asks for it when it loads.
+    """
     entries: list[tuple[Path_, Any]] = []
     for index, group in enumerate(groups):
+        options = group.options if unnamed else {**group.options, "param_names": list(group.names)}
         if layout == "nested":
-            numbered: Mapping[str, Any] = {**group.options, "params": list(group.names)}
+            numbered: Mapping[str, Any] = {**options, "params": list(group.names)}
             entries += [((OPTIMIZER, PARAM_GROUPS, index, key), value) for key, value in numbered.items()]
         else:
             entries += [
                 ((OPTIMIZER, f"{PARAM_GROUPS}.{name}.{key}"), value)
                 for name in group.names
-                for key, value in group.options.items()
+                for key, value in options.items()
             ]
     return entries
 
