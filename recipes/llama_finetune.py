@@ -37,7 +37,8 @@ from flashoptim_dist.checkpoint import Checkpointer
 
 def train(config: Config) -> None:
     """One start of a run: from its newest checkpoint, if there is one, to its last step. All ranks must call."""
-    world = start_world(config.device)
+    # torch's AdamW keeps fp32 weights, which FSDP2 casts for the matrix products: that needs a mesh on one GPU too.
+    world = start_world(config.device, replicas=config.replicate, needs_mesh=config.optimizer != "flash_adamw")
     torch.manual_seed(config.seed)
 
     # Everything that can be wrong with the input is found here, before a step is taken, by all ranks together.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
+import yaml
 
 from .errors import BadInput
 
@@ -19,8 +22,12 @@ from .errors import BadInput
 class Config:
     """Fine-tune a Llama under FSDP2 with a sharded, compressed AdamW."""
 
+    config: str = ""
+    """A file of recipes/configs by its name ("llama3_8b") or any YAML file: option names (with _ for -) and values that
+    replace the defaults. Options on the command line come on top."""
     model: str = "debug"
-    """"debug" (5 M parameters, random weights) or a Hugging Face directory with a LlamaForCausalLM."""
+    """A Hugging Face directory with a LlamaForCausalLM; "debug" (5 M parameters, random weights); or the shapes alone,
+    with random weights and the debug model's tokenizer, of "llama3_1b", "llama3_8b" or "llama3_70b"."""
     data: str = "stdlib"
     """"stdlib" (the documented functions of Python's standard library) or a .jsonl file whose rows hold "messages",
     "prompt" and "completion", or "text"."""
@@ -58,8 +65,13 @@ class Config:
     """Most sequences per rank and forward pass; a rank with more of the global batch accumulates gradients."""
     long_rows: Literal["truncate", "skip"] = "truncate"
     """What happens to a row longer than the sequence length."""
-    activation_checkpointing: Literal["full", "none"] = "full"
-    """full: keep only each layer's input and recompute the rest in the backward pass."""
+    activation_checkpointing: Literal["full", "selective", "none"] = "full"
+    """full: keep only each layer's input and recompute the rest in the backward pass. selective: keep what attention
+    and every other matrix product give, and recompute what is cheap. none: keep all."""
+    compile: bool = False
+    """Compile each layer with torch.compile."""
+    replicate: int = 1
+    """Copies of the whole set of shards (HSDP): 1 cuts the weights over all ranks, N over each of N parts of them."""
 
     evaluate_every: int = 30
     """Steps between validation losses; there is always one before and one after. 0: only these two."""
@@ -95,7 +107,7 @@ class Config:
 
     def check(self) -> None:
         """Raise BadInput for a value no run can have."""
-        for name in ("steps", "sequence_length", "global_batch", "micro_batch", "keep_last"):
+        for name in ("steps", "sequence_length", "global_batch", "micro_batch", "keep_last", "replicate"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "a number of at least 1")
         for name in ("warmup_steps", "evaluate_every", "validation_sequences", "save_every", "seed"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or a positive number")
@@ -117,12 +129,61 @@ def _require(holds: bool, name: str, value: object, wanted: str) -> None:
         raise BadInput(f"--{name.replace('_', '-')} is {value}; it must be {wanted}")
 
 
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+
+def read_config_file(name: str) -> Config:
+    """The config of a file of recipes/configs, or of any YAML file. Raises BadInput; no collective inside."""
+    named = CONFIGS / f"{name}.yaml"
+    path = named if named.is_file() else Path(name)
+    known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(
+            f"cannot read the config {name} ({error.strerror or error}); give a YAML file, or one of {known}"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadInput(f"config {path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise BadInput(f"config {path} holds no options; write lines such as 'lr: 1.0e-5'")
+    hints = get_type_hints(Config)
+    for option, value in values.items():
+        if option not in hints or option == "config":
+            raise BadInput(f"config {path} sets {option!r}, which is no option; --help lists them")
+        values[option] = _converted(f"{option!r} of config {path}", value, hints[option])
+    return Config(**values, config=name)
+
+
+def _converted(name: str, value: Any, wanted: Any) -> Any:
+    """A value of a YAML file as an option's type; BadInput where it is of another."""
+    kinds = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            if value in get_args(kind):
+                return value
+        elif get_origin(kind) is tuple:
+            if isinstance(value, list) and len(value) == len(get_args(kind)):
+                return tuple(_converted(name, item, inner) for item, inner in zip(value, get_args(kind)))
+        elif kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        elif isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+            return value
+    note = ""
+    if isinstance(value, str) and float in kinds:
+        note = "; YAML reads 1e-5 as text: write 1.0e-5"
+    raise BadInput(f"{name} is {value!r}, which is no {getattr(wanted, '__name__', wanted)}{note}")
+
+
 def read_command_line(arguments: list[str] | None = None) -> Config:
     """The checked config of the command line. Usage errors are tyro's: rank 0 prints them, all ranks exit with 2."""
     with contextlib.ExitStack() as stack:
         if int(os.environ.get("RANK", "0")) != 0:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        config = tyro.cli(Config, args=arguments)
+        first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        first.add_argument("--config", nargs="?")
+        named = first.parse_known_args(arguments)[0].config
+        config = tyro.cli(Config, args=arguments, default=read_config_file(named) if named else Config())
     config.check()
     return config

@@ -13,6 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from flashoptim_dist.formats import canonical_name
+
 from .errors import BadInput
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -94,7 +96,8 @@ def read_into_shards(folder: Path, parameters: dict[str, Tensor]) -> None:
 
 def stored_parameters(model: nn.Module, tied: bool) -> dict[str, Tensor]:
     """A model's parameters and persistent buffers by their names on disk, a tied head left out."""
-    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    state = model.state_dict().items()
+    tensors = {canonical_name(name): value for name, value in state if isinstance(value, Tensor)}
     if tied:
         tensors.pop("lm_head.weight", None)
     return tensors

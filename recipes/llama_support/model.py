@@ -8,30 +8,48 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from flashoptim_dist import cast_model, shard_model
 
+from .attention import implementation
 from .config import Config
 from .errors import BadInput
 from .hf_weights import check_weights, read_into_shards, stored_parameters
+from .layers import recompute_activations
+from .loss import LlamaWithLoss
 from .world import World
 
 DEBUG_MODEL = Path(__file__).resolve().parent / "debug_model"
+SHAPES = Path(__file__).resolve().parent / "shapes"
+"""A folder per model whose config is known here and whose weights are not."""
 
 
 def model_folder(model: str) -> Path:
     """The folder that `--model` means. Raises BadInput where there is none."""
     if model == "debug":
         return DEBUG_MODEL
+    if model in known_shapes():
+        return SHAPES / model
     folder = Path(model)
     if not folder.is_dir():
         raise BadInput(
-            f"model folder {model} does not exist; give the path of a downloaded Hugging Face model, or --model debug"
+            f"model folder {model} does not exist; give the path of a downloaded Hugging Face model, or one of"
+            f" {', '.join(['debug', *known_shapes()])} for random weights"
         )
     return folder
+
+
+def known_shapes() -> list[str]:
+    """The names that `--model` knows besides "debug"."""
+    return sorted(path.parent.name for path in SHAPES.glob("*/config.json"))
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a model folder is one with weights of its own, rather than one of those that come with the recipe."""
+    return folder != DEBUG_MODEL and folder.parent != SHAPES
 
 
 def read_llama_config(folder: Path, sequence_length: int) -> LlamaConfig:
@@ -61,13 +79,14 @@ def read_llama_config(folder: Path, sequence_length: int) -> LlamaConfig:
             f"--sequence-length {sequence_length} is more than the {config.max_position_embeddings} positions of model"
             f" {folder}; lower it"
         )
-    config._attn_implementation = "sdpa"
     config.use_cache = False
     return config
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer, which must be a fast one. Raises BadInput."""
+    """The folder's tokenizer, which must be a fast one; the debug model's for bare shapes. Raises BadInput."""
+    if folder.parent == SHAPES:
+        folder = DEBUG_MODEL
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         raise BadInput(f"model folder {folder} has no tokenizer.json; copy the model's tokenizer files into it")
     try:
@@ -81,38 +100,66 @@ def load_tokenizer(folder: Path) -> Any:
 
 def check_model(folder: Path, llama_config: LlamaConfig) -> None:
     """Raise BadInput where the weights of a model folder are not whole, or not of its config. No collective."""
-    if folder != DEBUG_MODEL:
+    if has_weights(folder):
         with torch.device("meta"):
-            expected = stored_parameters(LlamaForCausalLM(llama_config), llama_config.tie_word_embeddings)
+            expected = stored_parameters(LlamaWithLoss(llama_config), llama_config.tie_word_embeddings)
         check_weights(folder, {name: tuple(tensor.shape) for name, tensor in expected.items()})
 
 
-def build_model(config: Config, folder: Path, llama_config: LlamaConfig, world: World) -> LlamaForCausalLM:
+def build_model(config: Config, folder: Path, llama_config: LlamaConfig, world: World) -> LlamaWithLoss:
     """The sharded model with its weights, on this rank's device, in training mode. All ranks must call.
 
     The debug model's weights come from the seed alone, whatever the number of ranks. Any other model is built without
-    memory and its weights are read straight into the shards. Weights are bf16 for flash_adamw and fp32 for adamw; both
-    start from the same values where the stored ones are bf16, as the debug model's are.
+    memory, and its weights are read straight into the shards, or drawn there if only its shapes are known. Weights are
+    bf16 for flash_adamw and fp32 for adamw; both start from the same values where the stored ones are bf16, as the
+    debug model's are. Without a mesh the model stays whole, and computes in bf16 as it is.
     """
     dtype = torch.bfloat16 if config.optimizer == "flash_adamw" else torch.float32
+    llama_config._attn_implementation = implementation(world.device)
     if folder == DEBUG_MODEL:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            model = LlamaForCausalLM(llama_config)
+            model = LlamaWithLoss(llama_config)
         cast_model(model, torch.bfloat16)
     else:
         with torch.device("meta"):
-            model = LlamaForCausalLM(llama_config)
+            model = LlamaWithLoss(llama_config)
     cast_model(model, dtype)
-    if config.activation_checkpointing == "full":
-        for index, layer in enumerate(model.model.layers):
-            model.model.layers[index] = checkpoint_wrapper(layer)
-    # Matrix products in bf16 on GPUs. CPUs mostly lack bf16 arithmetic, so there they run in fp32.
-    shard_model(model, world.mesh, param_dtype=torch.bfloat16 if world.device.type == "cuda" else torch.float32)
+    layers = model.model.layers
+    for index, layer in enumerate(layers):
+        layers[index] = recompute_activations(layer, config.activation_checkpointing)
+        if config.compile:
+            layers[index] = torch.compile(layers[index])
+    if world.mesh is not None:
+        # Matrix products in bf16 on GPUs. CPUs mostly lack bf16 arithmetic, so there they run in fp32.
+        compute_dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+        shard_model(model, world.mesh, param_dtype=compute_dtype)
     if folder != DEBUG_MODEL:
         materialize(model, world.device)
-        read_into_shards(folder, stored_parameters(model, llama_config.tie_word_embeddings))
+        parameters = stored_parameters(model, llama_config.tie_word_embeddings)
+        if has_weights(folder):
+            read_into_shards(folder, parameters)
+        else:
+            draw_weights(model, llama_config.initializer_range, config.seed + world.rank)
+    elif world.mesh is None:
+        nn.Module.to(model, world.device)  # transformers' own only adds checks for quantized models
     return model.train()
+
+
+@torch.no_grad()
+def draw_weights(model: nn.Module, deviation: float, seed: int) -> None:
+    """Draw this rank's part of each matrix from a normal distribution in place, and set every vector to 1.
+
+    The draws are this rank's own: they depend on the number of ranks.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if parameter.ndim < 2:
+            local.fill_(1.0)
+        else:
+            local.normal_(0.0, deviation, generator=generator)
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

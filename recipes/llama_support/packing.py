@@ -66,21 +66,6 @@ def collate(sequences: Sequence[Sequence[Document]], length: int) -> dict[str, T
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def document_causal_mask(document_ids: Tensor) -> Tensor:
-    """Which key each query may see: earlier or equal positions of its own document.
-
-    Args:
-        document_ids: int64, (batch, length).
-
-    Returns:
-        bool, (batch, 1, length, length), True where attention is allowed.
-    """
-    length = document_ids.shape[1]
-    same_document = document_ids[:, :, None] == document_ids[:, None, :]
-    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
-    return (same_document & causal)[:, None]
-
-
 def trained_positions(document: Document) -> int:
     """How many predictions of a document the loss counts."""
     return int(document.trained[1:].sum())

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from .attention import attention_arguments
 from .config import Config
 from .data import Batch, StepBatches
-from .packing import IGNORED, document_causal_mask
+from .packing import IGNORED
 from .world import World
 
 
@@ -21,16 +21,14 @@ def summed_loss(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
 
     Attention stays within each document. Under FSDP all ranks must call.
     """
-    batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-    logits = model(
-        input_ids=batch["input_ids"],
-        position_ids=batch["position_ids"],
-        attention_mask=document_causal_mask(batch["document_ids"]),
+    loss: Tensor = model(
+        input_ids=batch["input_ids"].to(device, non_blocking=True),
+        position_ids=batch["position_ids"].to(device, non_blocking=True),
+        loss_labels=batch["labels"].to(device, non_blocking=True),
         use_cache=False,
-    ).logits
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
+        **attention_arguments(batch, device),
     )
+    return loss
 
 
 def accumulate_gradient(model: nn.Module, step: StepBatches, world: World) -> float:
@@ -39,12 +37,12 @@ def accumulate_gradient(model: nn.Module, step: StepBatches, world: World) -> fl
     Each label of the global batch weighs the same, wherever it lies: the sum of the losses is divided by the number of
     labels over all ranks and micro-batches. FSDP averages over ranks, hence the factor `world.size`.
     """
-    assert isinstance(model, FSDPModule)
     scale = world.size / max(1, step.trained_tokens)
     total = torch.zeros((), device=world.device)
     for index, batch in enumerate(step.micro_batches):
-        # Gradients of the micro-batches add up unsharded, in the reduction's fp32, and are reduced once.
-        model.set_requires_gradient_sync(index == len(step.micro_batches) - 1)
+        if isinstance(model, FSDPModule):
+            # Gradients of the micro-batches add up unsharded, in the reduction's fp32, and are reduced once.
+            model.set_requires_gradient_sync(index == len(step.micro_batches) - 1)
         loss = summed_loss(model, batch, world.device)
         (loss * scale).backward()
         total += loss.detach()

@@ -17,12 +17,17 @@ from .errors import BadInput
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place among all ranks. `mesh` is one-dimensional and holds every rank."""
+    """This rank's place among all ranks.
+
+    Attributes:
+        mesh: holds every rank. One dimension: one set of shards. Two: shards along the second, replicas along the
+            first. None for one process on a GPU, which needs no process group.
+    """
 
     rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh
+    mesh: DeviceMesh | None
 
     @property
     def is_main(self) -> bool:
@@ -63,20 +68,25 @@ class World:
 
     def sum(self, *values: float) -> list[float]:
         """The sums over all ranks of some numbers, in float64, on every rank. All ranks must call."""
+        if self.size == 1:
+            return list(values)
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return [float(value) for value in total.tolist()]
 
 
-def start_world(device: str = "auto") -> World:
-    """Join the process group that torchrun describes, or make one of a single rank without torchrun.
+def start_world(device: str = "auto", *, replicas: int = 1, needs_mesh: bool = True) -> World:
+    """Join the process group that torchrun describes, or start as a single rank without torchrun.
 
     A process group that is there already is used as it is.
 
     Args:
         device: "cuda" (NCCL, one GPU per local rank), "cpu" (gloo), or "auto": cuda where there is a GPU.
+        replicas: copies of the whole set of shards (HSDP); must divide the number of ranks.
+        needs_mesh: make a mesh for a single process on a GPU too.
 
-    All ranks must call. Raises BadInput where this machine has fewer GPUs than processes.
+    All ranks must call. Raises BadInput where this machine has fewer GPUs than processes, and for a number of replicas
+    that does not divide the number of ranks.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -91,13 +101,21 @@ def start_world(device: str = "auto") -> World:
     place = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     device_id = place if kind == "cuda" else None
+    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks % replicas:
+        raise BadInput(f"--replicate {replicas} does not divide the {ranks} ranks; give a divisor")
+    if ranks == 1 and kind == "cuda" and not needs_mesh:
+        return World(0, 1, place, None)
     if dist.is_initialized():
         pass
     elif "RANK" in os.environ:
         dist.init_process_group(backend, device_id=device_id)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
-    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    if replicas == 1:
+        mesh = init_device_mesh(kind, (ranks,))
+    else:
+        mesh = init_device_mesh(kind, (replicas, ranks // replicas), mesh_dim_names=("dp_replicate", "dp_shard"))
     return World(dist.get_rank(), dist.get_world_size(), place, mesh)
 
 

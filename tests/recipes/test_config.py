@@ -11,10 +11,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
 import pytest
+import yaml
 from llama_support.config import Config, read_command_line
 from llama_support.errors import BadInput
+from llama_support.model import model_folder
 from llama_support.progress import Progress, after_resume
 from llama_support.training import learning_rate
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_defaults_and_options() -> None:
@@ -93,3 +97,50 @@ def test_no_rate_of_a_short_schedule_is_zero_or_above_the_peak(steps: int, warmu
 )
 def test_what_is_left_to_do(step: int, saved: dict[str, int], changes: dict[str, Any], expected: Progress) -> None:
     assert after_resume(step, saved, Config(**{"steps": 60, **changes})) == expected
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_named_configs_are_read_and_the_command_line_comes_on_top(path: Path) -> None:
+    written = yaml.safe_load(path.read_text())
+    config = read_command_line(["--config", path.stem, "--steps", "7"])
+    assert config.steps == 7
+    assert config.config == path.stem
+    for name, value in written.items():
+        if name != "steps":
+            assert getattr(config, name) == value
+    assert model_folder(config.model).is_dir()
+
+
+def test_a_config_file_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("lr: 1\nbetas: [0.8, 0.99]\nmodel: some/llama\ncompile: true\nvalidation_data: null\n")
+    config = read_command_line([f"--config={path}", "--betas", "0.7", "0.9"])
+    assert config == Config(config=str(path), lr=1.0, betas=(0.7, 0.9), model="some/llama", compile=True)
+    assert isinstance(config.lr, float)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stepz: 3", "sets 'stepz', which is no option"),
+        ("config: llama3_8b", "sets 'config', which is no option"),
+        ("steps: 1.5", "'steps' of config .* is 1.5, which is no int"),
+        ("steps: true", "'steps' of config .* is True"),
+        ("lr: 1e-5", "is '1e-5', which is no .*write 1.0e-5"),
+        ("betas: [0.9]", "'betas' of config"),
+        ("optimizer: lion", "'optimizer' of config .* is 'lion'"),
+        ("- 1", "holds no options"),
+        ("a: [", "is not YAML"),
+        ("steps: 0", "--steps is 0"),
+    ],
+)
+def test_what_is_wrong_in_a_config_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(BadInput, match=message):
+        read_command_line(["--config", str(path)])
+
+
+def test_a_config_that_is_not_there_is_named_with_those_that_are() -> None:
+    with pytest.raises(BadInput, match=r"config llama9 .*No such file.* one of llama3_1b, llama3_70b, llama3_8b"):
+        read_command_line(["--config", "llama9"])

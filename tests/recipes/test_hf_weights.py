@@ -11,11 +11,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import pytest
 import torch
 import torch.distributed as dist
+from llama_support.attention import document_causal_mask
 from llama_support.config import Config
 from llama_support.errors import BadInput
 from llama_support.hf_weights import INDEX_NAME, check_weights, read_header
 from llama_support.model import DEBUG_MODEL, build_model, check_model, load_tokenizer, read_llama_config
-from llama_support.packing import document_causal_mask
 from llama_support.world import World
 from torch import Tensor
 from torch.distributed.tensor import DTensor

@@ -12,10 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from llama_support.attention import document_causal_mask
 from llama_support.encode import Document
-from llama_support.packing import IGNORED, collate, document_causal_mask, pack, trained_positions
+from llama_support.loss import LlamaWithLoss
+from llama_support.packing import IGNORED, collate, pack, trained_positions
 from llama_support.training import summed_loss
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 
 @given(st.lists(st.integers(1, 40), max_size=300))
@@ -73,7 +75,7 @@ def test_packed_loss_and_gradient_equal_those_of_single_documents() -> None:
         num_key_value_heads=2,
         attn_implementation="sdpa",
     )
-    model = LlamaForCausalLM(config).double()
+    model = LlamaWithLoss(config).double()
     generator = np.random.default_rng(0)
     documents = [_document(generator.integers(0, 64, size).tolist(), size // 3) for size in (9, 2, 14, 5, 7)]
     packed = [[documents[index] for index in sequence] for sequence in pack([8, 1, 13, 4, 6], 20)]
