@@ -10,6 +10,7 @@ from typing import IO, Any
 
 import torch
 
+from flashoptim_dist.checkpoint.errors import CheckpointFormatError
 from flashoptim_dist.convert.archive import STORAGE_NAMES
 from flashoptim_dist.convert.lazy import LazyTensor, bytes_of, in_blocks
 from flashoptim_dist.convert.progress import Progress
@@ -33,6 +34,11 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _StorageOf):
             return None
+        if obj.tensor.dtype not in STORAGE_NAMES:
+            raise CheckpointFormatError(
+                f"{obj.tensor.where} is {obj.tensor.dtype}, which is not written to files of torch.save: convert to a "
+                "DCP directory"
+            )
         kind = getattr(torch, STORAGE_NAMES[obj.tensor.dtype])
         return ("storage", kind, str(obj.number), "cpu", obj.tensor.numel)
 

@@ -86,7 +86,7 @@ class _Conversion:
                 result.units.append(self._copied(name))
         result.groups = [Group(target.group(group.options), list(group.names)) for group in state.groups]
         result.objects = [((MODEL, name), value) for name, value in state.model_objects.items()]
-        for path, value in (leaf for path, value in state.others for leaf in _leaves(path, value)):
+        for path, value in (leaf for other in state.others for leaf in _leaves(*other)):
             if isinstance(value, LazyTensor):
                 result.units.append(unit_of(path, value))
             else:

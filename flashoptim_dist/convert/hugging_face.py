@@ -200,7 +200,8 @@ def _exported(state: TrainingState, dtype: torch.dtype, settings: dict[str, Any]
             embeddings = [name for name in tensors if name.endswith(_EMBEDDINGS)]
             if any(same_contents(state.weights[head], state.weights[name]) for name in embeddings):
                 del tensors[head]  # plain DCP writes a tied weight under both of its names
-    return list(tensors.items())
+    # The order of a checkpoint's entries depends on how many ranks wrote it; that of the files must not.
+    return sorted(tensors.items(), key=lambda pair: [piece.zfill(9) for piece in pair[0].split(".")])
 
 
 def _cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:

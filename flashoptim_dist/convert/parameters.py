@@ -114,10 +114,10 @@ class ParameterConversion:
         parameter = nn.Parameter(torch.zeros(self._block(start, stop), dtype=dtype), requires_grad=True)
         entries = {STEP: torch.tensor(self.step), **moments} if moments else {}
         optimizer = self._loaded(target.optimizer, parameter, entries, None, target.options)
+        if not optimizer.state.get(parameter):
+            optimizer.init_state()
         if master is not None:
             optimizer.set_master_weights({saved.name: master})
-        elif not optimizer.state[parameter]:
-            optimizer.init_state()
         result = self._entries_of(optimizer, parameter)
         return result if self.weight_dtype is None else {WEIGHT: parameter.detach(), **result}
 
