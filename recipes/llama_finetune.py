@@ -17,7 +17,7 @@ import torch
 from llama_support.config import Config, read_command_line
 from llama_support.data import check_same_data, load_data
 from llama_support.errors import exit_on_bad_input
-from llama_support.metrics import RunLog
+from llama_support.metrics import RunLog, StepClock
 from llama_support.model import build_model, check_model, load_tokenizer, model_folder, read_llama_config
 from llama_support.optimizers import build_optimizer
 from llama_support.progress import (
@@ -25,9 +25,12 @@ from llama_support.progress import (
     describe_checkpoint,
     prepare_run_folder,
     resume,
+    run_facts,
     save,
     stop_unless_finite,
 )
+from llama_support.report import read_run, write_report
+from llama_support.sampling import write_sample
 from llama_support.training import accumulate_gradient, clip_gradients, set_learning_rate, validation_loss
 from llama_support.world import start_world
 
@@ -60,7 +63,9 @@ def train(config: Config) -> None:
 
     log = RunLog(config.run_folder, world, step=progress.step, last_step=progress.last)
     log.say(data.summary)
-    log.say(str(memory_report(model, optimizer)))
+    memory = memory_report(model, optimizer)
+    log.say(str(memory))
+    log.run(run_facts(config, memory, world))
     log.say(f"from step {progress.step} to {progress.last} in {config.run_folder}")
 
     def evaluate(step: int) -> None:
@@ -71,15 +76,21 @@ def train(config: Config) -> None:
     if progress.step == progress.first:
         evaluate(progress.step)
     batches = iter(data.loader)
+    clock = StepClock(world.device)
+    tokens = config.global_batch * config.sequence_length
     for step in range(progress.step + 1, progress.last + 1):
-        batch = next(batches)
+        with clock.phase("data"):
+            batch = next(batches)
         lr = set_learning_rate(optimizer, config, step - progress.first)
-        loss = accumulate_gradient(model, batch, world)
-        grad_norm = clip_gradients(model, config.clip_norm)
+        with clock.phase("forward_and_backward"):
+            loss = accumulate_gradient(model, batch, world)
+        with clock.phase("clipping"):
+            grad_norm = clip_gradients(model, config.clip_norm)
         stop_unless_finite(checkpointer, f"step {step}", step - 1, loss=loss, gradient_norm=grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        log.train(step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=config.global_batch * config.sequence_length)
+        with clock.phase("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        log.train(step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=tokens, phases=clock.read())
 
         is_last = step == progress.last
         if is_last or (config.evaluate_every and step % config.evaluate_every == 0):
@@ -88,7 +99,13 @@ def train(config: Config) -> None:
             saved = save(config, checkpointer, progress, step, world)
             log.checkpoint(step, saved)
     log.close()
-    if world.is_main and progress.step < progress.last:
+    if progress.step == progress.last:
+        return
+    sample = write_sample(config, model, tokenizer, data.sample, world)
+    if world.is_main:
+        if sample:
+            print(sample)
+        print(f"report: {write_report(config.run_folder, [read_run(config.run_folder)], title=config.run_folder.name)}")
         print(f"checkpoint: {saved}: {describe_checkpoint(saved, model)}")
         print("the same command again goes on from there")
 

@@ -77,6 +77,8 @@ class Config:
     """Steps between validation losses; there is always one before and one after. 0: only these two."""
     validation_sequences: int = 64
     """Most packed sequences that a validation loss is taken over; 0 takes all."""
+    sample_tokens: int = 32
+    """Most tokens that the model writes after the last step, continuing a validation row; 0: no sample."""
     save_every: int = 20
     """Steps between checkpoints; there is always one at the end. 0: only that one."""
     keep_last: int = 2
@@ -109,7 +111,7 @@ class Config:
         """Raise BadInput for a value no run can have."""
         for name in ("steps", "sequence_length", "global_batch", "micro_batch", "keep_last", "replicate"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "a number of at least 1")
-        for name in ("warmup_steps", "evaluate_every", "validation_sequences", "save_every", "seed"):
+        for name in ("warmup_steps", "evaluate_every", "validation_sequences", "sample_tokens", "save_every", "seed"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or a positive number")
         for name, value in (
             *(("lr", self.peak_lr), ("eps", self.eps), ("weight_decay", self.weight_decay)),

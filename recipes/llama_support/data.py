@@ -132,10 +132,11 @@ def rank_batches(
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run: a loader of `StepBatches`, and this rank's validation batches."""
+    """The data of a run: a loader of `StepBatches`, this rank's validation batches, a validation row to continue."""
 
     loader: StatefulDataLoader
     validation: list[Batch]
+    sample: Document
     fingerprint: str
     summary: str
 
@@ -177,7 +178,7 @@ def load_data(config: Config, tokenizer: Any, vocabulary: int, rank: int, world_
         f" {len(validation_sequences)} packed sequences of {length}"
     )
     validation_batches = rank_batches(validation_sequences, length, config.micro_batch, rank, world_size)
-    return Data(loader, validation_batches, steps.fingerprint, summary)
+    return Data(loader, validation_batches, validation[0], steps.fingerprint, summary)
 
 
 def check_same_data(data: Data, world: World) -> None:

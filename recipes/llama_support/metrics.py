@@ -1,12 +1,15 @@
-"""What a run tells: progress bar, metrics.jsonl, TensorBoard. On rank 0 only; silent elsewhere."""
+"""What a run tells: progress bar, run.json, metrics.jsonl, TensorBoard. On rank 0 only; silent elsewhere."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,11 @@ from tqdm import tqdm
 
 from .world import World
 
+METRICS_FILE = "metrics.jsonl"
+RUN_FILE = "run.json"
+
 _GIB = 2**30
+_LARGEST_EXPONENT = 700.0  # of e, in a float
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -31,7 +38,8 @@ class RunLog:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        path = folder / "metrics.jsonl"
+        self._folder = folder
+        path = folder / METRICS_FILE
         _drop_records_after(path, step)
         self._file = path.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
@@ -42,13 +50,25 @@ class RunLog:
         self._last_step = last_step
         self._last_line = 0.0
 
-    def train(self, step: int, *, loss: float, lr: float, grad_norm: float, tokens: int) -> None:
-        """Record training step number `step` (from 1); `tokens` counts all positions of all ranks in this step."""
+    def run(self, facts: dict[str, Any]) -> None:
+        """Write what the run is (JSON-serializable) to run.json, for the report; a run that goes on replaces it."""
+        if self._is_main:
+            (self._folder / RUN_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+    def train(
+        self, step: int, *, loss: float, lr: float, grad_norm: float, tokens: int, phases: dict[str, float]
+    ) -> None:
+        """Record training step number `step` (from 1).
+
+        `tokens` counts all positions of all ranks in this step; `phases` are the seconds of its parts on this rank.
+        """
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         memory = memory_gib(self._device)
         rate = tokens / seconds
         record = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens_per_second": rate, "memory_gib": memory}
+        record |= {f"seconds_{name}": length for name, length in phases.items()}
+        record["seconds_rest"] = max(0.0, seconds - sum(phases.values()))
         self._write("train", step, record)
         if self._is_main:
             shown = {"loss": f"{loss:.3f}", "lr": f"{lr:.1e}", "tok/s": f"{rate:,.0f}", "GiB": f"{memory:.2f}"}
@@ -59,9 +79,10 @@ class RunLog:
                 self.say(f"step {step}/{self._last_step}: " + ", ".join(f"{k} {v}" for k, v in shown.items()))
 
     def validation(self, step: int, loss: float) -> None:
-        """Record the validation loss after `step` steps."""
-        self._write("validation", step, {"loss": loss})
-        self.say(f"step {step}: validation loss {loss:.4f}")
+        """Record the validation loss after `step` steps, and its perplexity."""
+        perplexity = math.exp(min(loss, _LARGEST_EXPONENT))
+        self._write("validation", step, {"loss": loss, "perplexity": perplexity})
+        self.say(f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:,.1f}")
         self._clock = time.perf_counter()
 
     def say(self, message: str) -> None:
@@ -90,6 +111,28 @@ class RunLog:
         self._file.flush()
         for name, value in values.items():
             self._board.add_scalar(f"{kind}/{name}", value, step)
+
+
+class StepClock:
+    """Where a step's time goes, by the clock of this rank. A phase ends when the device has done its work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block as a part of the step."""
+        start = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def read(self) -> dict[str, float]:
+        """Seconds of each phase since the last call, in the order in which they began."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
 
 
 def memory_gib(device: torch.device) -> float:

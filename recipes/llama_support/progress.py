@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import platform
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import flashoptim_dist
 from flashoptim_dist.checkpoint import Checkpointer, CheckpointError
 from flashoptim_dist.checkpoint.layout import step_name
+from flashoptim_dist.memory import MemoryReport
 
 from .config import Config
 from .errors import BadInput
@@ -168,6 +172,22 @@ def weights_are_finite(model: nn.Module, world: World) -> bool:
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             bad += (~torch.isfinite(local)).sum()
     return world.sum(bad.item())[0] == 0
+
+
+def run_facts(config: Config, memory: MemoryReport, world: World) -> dict[str, Any]:
+    """What the report tells of a run besides its metrics: options, memory by part, device and versions."""
+    on_gpu = world.device.type == "cuda"
+    return {
+        "options": asdict(config),
+        "memory": memory.to_dict(),
+        "device": torch.cuda.get_device_name(world.device) if on_gpu else "CPU",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "flashoptim_dist": flashoptim_dist.__version__,
+        },
+    }
 
 
 def describe_checkpoint(folder: Path, model: nn.Module) -> str:
