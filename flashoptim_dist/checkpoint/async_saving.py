@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from flashoptim_dist.checkpoint import saving, snapshot
 from flashoptim_dist.checkpoint.files import local_path
 from flashoptim_dist.checkpoint.names import ModelParts, Optimizers, as_optimizers, as_parts
 from flashoptim_dist.checkpoint.pending import AsyncSave, finish_pending, set_pending
-from flashoptim_dist.checkpoint.planners import SnapshotPlanner
 from flashoptim_dist.checkpoint.ranks import own_ranks
 from flashoptim_dist.checkpoint.staging import Staging
+from flashoptim_dist.sharding import local_tensor
 
 _stagings: weakref.WeakKeyDictionary[torch.optim.Optimizer, Staging] = weakref.WeakKeyDictionary()
 
@@ -46,13 +46,14 @@ def async_save(
         A handle; ``result()`` waits until the checkpoint is on disk and raises if it failed.
 
     Raises:
-        CheckpointError: on every rank; also where the background save before this one failed.
+        CheckpointError: the background save before this one failed. What goes wrong with this one, a state that can't
+            be saved included, the handle raises on every rank.
     """
     finish_pending()
     optimizers = as_optimizers(optimizer)
     source = snapshot.Source(as_parts(model), optimizers, scheduler, dataloader, extras, rng)
-    job = saving.prepare(local_path(path), source, own_ranks(process_group), overwrite)
-    return start(job, staging_for(optimizers[0]))
+    draft = saving.Draft(local_path(path), own_ranks(process_group), overwrite)
+    return start(draft, source, staging_for(optimizers[0]))
 
 
 def staging_for(optimizer: torch.optim.Optimizer) -> Staging:
@@ -60,24 +61,25 @@ def staging_for(optimizer: torch.optim.Optimizer) -> Staging:
     return _stagings.setdefault(optimizer, Staging())
 
 
-def start(job: saving.Job, staging: Staging) -> AsyncSave:
-    """Copy a prepared save's tensors and write them in the background. No communication before the thread does."""
-    planner_of: Callable[[], SnapshotPlanner]
-    try:
-        planner = job.planner()
-        event = staging.stage(planner)
-    except Exception as error:
-        failure = error
+def start(draft: saving.Draft, source: snapshot.Source, staging: Staging) -> AsyncSave:
+    """Copy the state and write it in the background.
 
-        def planner_of() -> SnapshotPlanner:
-            raise failure  # in the thread, where the other ranks hear of it
-    else:
-
-        def planner_of() -> SnapshotPlanner:
-            if event is not None:
-                event.synchronize()
-            return planner
-
-    handle = AsyncSave(job.target, lambda: saving.write(job, planner_of))
+    The call communicates with nobody, so that it waits for nobody: what goes wrong here, the other ranks hear from the
+    thread, and everybody from the handle.
+    """
+    draft.take(source)
+    copies: dict[str, torch.Tensor] = {}
+    event: torch.cuda.Event | None = None
+    if draft.failure is None:
+        values = draft.entries.values.items()
+        try:
+            copies, event = staging.stage({k: local_tensor(v) for k, v in values if isinstance(v, torch.Tensor)})
+        except BaseException as error:
+            draft.failure = error
+    ready = None if event is None else event.synchronize
+    handle = AsyncSave(draft.target, lambda: saving.finish(draft, copies, ready))
     set_pending(handle)
+    if draft.failure is not None and not isinstance(draft.failure, Exception):
+        handle.tell()
+        raise draft.failure  # KeyboardInterrupt: the loop ends here, and the other ranks don't wait
     return handle

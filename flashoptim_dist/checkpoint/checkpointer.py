@@ -84,14 +84,18 @@ class Checkpointer:
         finish_pending()
         optimizers = as_optimizers(self.optimizer)
         source = snapshot.Source(as_parts(self.model), optimizers, self.scheduler, self.dataloader, extras, self.rng)
-        ranks = own_ranks(self.process_group)
-        target = self.directory / layout.step_name(step)
-        ranks.on_first(f"saving {target}", lambda: retention.clean(self.directory))
-        job = saving.prepare(target, source, ranks, overwrite=True, published=lambda: self._publish(step))
+        draft = saving.Draft(
+            self.directory / layout.step_name(step),
+            own_ranks(self.process_group),
+            overwrite=True,
+            before=lambda: retention.clean(self.directory),
+            published=lambda: self._publish(step),
+        )
         if self.background:
-            async_saving.start(job, async_saving.staging_for(optimizers[0]))
+            async_saving.start(draft, source, async_saving.staging_for(optimizers[0]))
         else:
-            saving.write(job, job.planner)
+            draft.take(source)
+            saving.finish(draft)
 
     def load(
         self, step: int | None = None, *, extras: MutableMapping[str, Any] | None = None, verify: Verify = "size"

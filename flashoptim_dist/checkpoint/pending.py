@@ -48,6 +48,14 @@ class AsyncSave:
             raise self._error
         return self.path
 
+    def wait(self) -> None:
+        """Wait until it ended, well or not."""
+        self._thread.join()
+
+    def tell(self) -> None:
+        """Note that what went wrong has been raised elsewhere."""
+        self._raised = True
+
     @property
     def unreported(self) -> BaseException | None:
         """What went wrong, if nobody was told yet."""
@@ -73,9 +81,9 @@ def finish_pending() -> None:
     handle, _pending = _pending, None
     if handle is None:
         return
-    if handle.done() and handle.unreported is None:
-        return
-    handle.result()
+    handle.wait()
+    if handle.unreported is not None:
+        handle.result()
 
 
 @atexit.register

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections import ChainMap
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,6 +38,15 @@ class SnapshotPlanner(DefaultSavePlanner):
         }
         self.plan = SavePlan(items, planner_data=paths)
         self.is_coordinator = coordinator
+
+    def use(self, copies: Mapping[str, torch.Tensor]) -> None:
+        """Write these tensors, by entry, instead of the live ones: copies of this rank's parts.
+
+        Tensors among group options have none: they were copied when the snapshot was taken.
+        """
+        for index in self.local:
+            if index.fqn in copies:
+                self.local[index] = copies[index.fqn]
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: everything was set up at construction."""

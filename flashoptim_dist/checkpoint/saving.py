@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -87,30 +88,81 @@ def save(
     """
     finish_pending()
     source = snapshot.Source(as_parts(model), as_optimizers(optimizer), scheduler, dataloader, extras, rng)
-    job = prepare(local_path(path), source, own_ranks(process_group), overwrite)
-    write(job, job.planner)
-    return job.target
+    draft = Draft(local_path(path), own_ranks(process_group), overwrite)
+    draft.take(source)
+    finish(draft)
+    return draft.target
 
 
-def prepare(
-    target: Path,
-    source: snapshot.Source,
-    ranks: Ranks,
-    overwrite: bool,
-    published: Callable[[], None] | None = None,
-) -> Job:
-    """Collect the entries and make the staging folder (all ranks must call)."""
+@dataclass
+class Draft:
+    """This rank's part of a save before the ranks have spoken to each other."""
+
+    target: Path
+    ranks: Ranks
+    overwrite: bool
+    before: Callable[[], None] | None = None
+    """Called on the first rank before anything is written."""
+    published: Callable[[], None] | None = None
+    """Called on the first rank once the checkpoint stands under its name."""
+    entries: snapshot.Entries = field(default_factory=snapshot.Entries)
+    failure: BaseException | None = None
+    """What went wrong on this rank so far; the others hear of it when the ranks first speak."""
+    _collected: snapshot.Collected | None = None
+
+    def take(self, source: snapshot.Source) -> None:
+        """Collect the state as it is now: live tensors, copies of everything else. No communication."""
+        try:
+            self._collected = snapshot.collect(source, self.entries, self.ranks.rank)
+        except BaseException as error:
+            self.failure = error
+
+    def collected(self) -> snapshot.Collected:
+        """Return what the first rank needs to know, or raise what went wrong."""
+        if self.failure is not None:
+            raise self.failure
+        assert self._collected is not None
+        return self._collected
+
+
+def finish(
+    draft: Draft, copies: Mapping[str, torch.Tensor] | None = None, ready: Callable[[], None] | None = None
+) -> None:
+    """Write a draft and let it appear (all ranks must call, from any thread).
+
+    Args:
+        draft: this rank's part.
+        copies: what to write instead of the live tensors, by entry.
+        ready: waits until the copies are complete.
+    """
+    job = prepare(draft)
+
+    def planner() -> SnapshotPlanner:
+        planner = job.planner()
+        if copies is not None:
+            planner.use(copies)
+        if ready is not None:
+            ready()
+        return planner
+
+    write(job, planner)
+
+
+def prepare(draft: Draft) -> Job:
+    """Join what all ranks have, and make the staging folder (all ranks must call)."""
+    ranks, target = draft.ranks, draft.target
     doing = f"saving {target}"
-    entries = snapshot.Entries()
-    collected = ranks.gather(doing, lambda: snapshot.collect(source, entries, ranks.rank))
+    collected = ranks.gather(doing, draft.collected)
 
     def begin() -> str:
-        snapshot.collect_common(source, entries, collected, ranks.world_size)
-        return make_staging(target, overwrite)
+        if draft.before is not None:
+            draft.before()
+        snapshot.add_common(draft.entries, collected, ranks.world_size)
+        return make_staging(target, draft.overwrite)
 
     staging = target.with_name(ranks.on_first(doing, begin))
     aliases = {alias: key for rank in collected for alias, key in rank.aliases.items()}
-    return Job(target, staging, ranks, overwrite, entries, aliases, published)
+    return Job(target, staging, ranks, draft.overwrite, draft.entries, aliases, draft.published)
 
 
 def write(job: Job, planner_of: Callable[[], SnapshotPlanner]) -> None:

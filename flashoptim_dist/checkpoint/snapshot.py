@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,6 +103,8 @@ def _plain_bytes(text: str, value: Any) -> bytes:
 class Collected:
     """What the first rank needs to know of a rank's entries."""
 
+    record: dict[str, Any]
+    """This rank's ``format`` entry, still without what only all ranks together know."""
     groups: list[dict[str, Any]]
     """Parameter groups with parameters by name."""
     digests: dict[str, str | None]
@@ -111,7 +114,9 @@ class Collected:
 
 
 def collect(source: Source, entries: Entries, rank: int) -> Collected:
-    """Add this rank's entries: tensors, its data loader and its random state. No communication.
+    """Add this rank's entries, and on the first rank those that are the same on all. No communication.
+
+    Everything but tensors is as it is now, whatever happens to it later.
 
     Raises:
         CheckpointError: something that can't be saved, named.
@@ -119,8 +124,10 @@ def collect(source: Source, entries: Entries, rank: int) -> Collected:
     names = parameter_names(source.parts)
     aliases = _collect_model(source.parts, entries, names)
     groups = _collect_optimizers(source.optimizers, entries, names)
+    if rank == 0 and source.scheduler is not None:
+        entries.add((SCHEDULER,), state_of(source.scheduler))
     for path, value in extras_leaves(source.extras or {}):
-        if isinstance(value, DTensor):
+        if rank == 0 or isinstance(value, DTensor):
             entries.add((EXTRAS, *path), value)
     digests: dict[str, str | None] = {RNG: None, DATALOADER: None}
     if source.rng:
@@ -131,20 +138,16 @@ def collect(source: Source, entries: Entries, rank: int) -> Collected:
         state = state_of(source.dataloader)
         digests[DATALOADER] = digest_of(state)
         entries.add((DATALOADER, str(rank)), state)
-    return Collected(groups, digests, aliases)
+    return Collected(_record_of(source), groups, digests, aliases)
 
 
-def collect_common(source: Source, entries: Entries, collected: list[Collected], world_size: int) -> None:
-    """Add what is the same on all ranks; the first rank does."""
+def add_common(entries: Entries, collected: list[Collected], world_size: int) -> None:
+    """Add what follows from all ranks together; the first rank does."""
     same = {kind: len({rank.digests[kind] for rank in collected}) == 1 for kind in (RNG, DATALOADER)}
-    entries.add((FORMAT,), _record_of(source, same, world_size))
+    record = {**collected[0].record, "world_size": world_size, "same_on_all_ranks": same}
+    entries.add((FORMAT,), record)
     for path, value in leaves(_joined_groups([rank.groups for rank in collected])):
         entries.add((OPTIMIZER, PARAM_GROUPS, *path), value)
-    if source.scheduler is not None:
-        entries.add((SCHEDULER,), state_of(source.scheduler))
-    for path, value in extras_leaves(source.extras or {}):
-        if not isinstance(value, DTensor):
-            entries.add((EXTRAS, *path), value)
 
 
 def _collect_model(
@@ -179,9 +182,18 @@ def _collect_optimizers(
             for path, value in leaves(state):
                 entries.add((OPTIMIZER, STATE, by_number[number], *path), value)
         groups += [
-            {**group, "params": [by_number[number] for number in group["params"]]} for group in saved[PARAM_GROUPS]
+            {**_copy(group), "params": [by_number[number] for number in group["params"]]}
+            for group in saved[PARAM_GROUPS]
         ]
     return groups
+
+
+def _copy(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's options as they are now: a learning rate may be a tensor that is written to, on any device."""
+    return {
+        key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        for key, value in options.items()
+    }
 
 
 def _joined_groups(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -256,14 +268,12 @@ def extras_leaves(extras: Mapping[str, Any]) -> list[tuple[Path_, Any]]:
     return result
 
 
-def _record_of(source: Source, same: dict[str, bool], world_size: int) -> dict[str, Any]:
-    """Return the ``format`` entry: what a loader checks before it touches anything."""
+def _record_of(source: Source) -> dict[str, Any]:
+    """Return the ``format`` entry, what a loader checks before it touches anything, as far as one rank knows it."""
     return {
         "library": "flashoptim_dist",
         "library_version": __version__,
         "torch_version": str(torch.__version__),
         "layout_version": LAYOUT_VERSION,
-        "world_size": world_size,
         "optimizers": [format_of(optimizer) for optimizer in source.optimizers],
-        "same_on_all_ranks": same,
     }

@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flashoptim_dist import checkpoint
-from flashoptim_dist.checkpoint import Checkpointer, CheckpointError, async_saving, saving
+from flashoptim_dist.checkpoint import Checkpointer, CheckpointError, async_saving, saving, staging
 from tests.checkpoint.models import OPTIMIZERS, build, differences, flash, gathered, steps
 from tests.pool import run_ranks
 
@@ -142,27 +144,25 @@ def test_staging_memory_is_reused_and_given_back(tmp_path: Path) -> None:
     net = build("single")
     optimizer = flash(net)
     steps(net, optimizer, [0])
-    staging = async_saving.staging_for(optimizer)
+    memory = async_saving.staging_for(optimizer)
     checkpoint.async_save(tmp_path / "1", net, optimizer).result()
-    block, size = staging._block, staging.nbytes
+    block, size = memory._block, memory.nbytes
     needed = sum(value.nbytes for value in gathered(net, optimizer).values())
     assert needed <= size <= needed + 64 * len(gathered(net, optimizer))
     checkpoint.async_save(tmp_path / "2", net, optimizer).result()
-    assert staging._block is block
+    assert memory._block is block
     Checkpointer(tmp_path, net, optimizer).close()
-    assert staging.nbytes == 0
+    assert memory.nbytes == 0
     checkpoint.async_save(tmp_path / "3", net, optimizer).result()
     files = [sorted((tmp_path / name).iterdir()) for name in "123"]
     sizes = [[file.stat().st_size for file in names if file.name.endswith(".distcp")] for names in files]
     assert sizes[0] == sizes[1] == sizes[2]
     del optimizer
     gc.collect()
-    assert staging not in async_saving._stagings.values()
+    assert memory not in async_saving._stagings.values()
 
 
 def _staging_fails(path: str) -> str:
-    import torch.distributed as dist
-
     net = build()
     optimizer = flash(net)
     if dist.get_rank() == 1:
@@ -202,3 +202,109 @@ checkpoint.async_save({str(tmp_path / "x")!r}, net, fod.FlashAdamW(net.named_par
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "error: a background save failed and nobody asked" in result.stderr
     assert "No space left on device" in result.stderr
+
+
+def _call_in_turns(path: str, mark: str) -> bool:
+    net = build()
+    optimizer = flash(net)
+    steps(net, optimizer, [0])
+    checkpoint.save(path + "-first", net, optimizer)  # the group of the background threads is made by all
+    if dist.get_rank() == 1:
+        while not os.path.exists(mark):
+            time.sleep(0.01)
+    handle = checkpoint.async_save(path, net, optimizer)
+    returned_alone = dist.get_rank() == 0 and not handle.done()
+    if dist.get_rank() == 0:
+        Path(mark).touch()
+    handle.result()
+    return returned_alone
+
+
+def test_the_call_waits_for_no_other_rank(tmp_path: Path) -> None:
+    """A rank that comes late must not stall the others; here it comes only when the first has returned."""
+    assert run_ranks(2, _call_in_turns, str(tmp_path / "x"), str(tmp_path / "mark"), timeout_s=60.0) == [True, False]
+    net = build("single")
+    checkpoint.load(tmp_path / "x", net, flash(net), verify="full")
+
+
+class Unwilling:
+    """Something whose state can't be had on the second rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == 1:
+            raise RuntimeError("the worker is gone")
+        return {}
+
+
+def _collecting_fails(path: str) -> str:
+    net = build()
+    handle = checkpoint.async_save(path, net, flash(net), dataloader=Unwilling())
+    try:
+        handle.result()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_what_goes_wrong_in_the_call_is_told_to_all_ranks_by_the_handle(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    expected = f"saving {path} failed: rank 1: RuntimeError: the worker is gone"
+    assert run_ranks(2, _collecting_fails, str(path)) == [expected] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+class Interrupting:
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_ends_the_call_and_the_save(tmp_path: Path) -> None:
+    net = build("single")
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.async_save(tmp_path / "x", net, flash(net), dataloader=Interrupting())
+    checkpoint.save(tmp_path / "y", net, flash(net))
+    assert [path.name for path in tmp_path.iterdir()] == ["y"]
+
+
+def test_a_learning_rate_tensor_is_saved_as_it_was_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = build("single")
+    optimizer = flash(net)
+    rate = torch.tensor(0.5)
+    optimizer.param_groups[0]["lr"] = rate
+    gate = Gate(monkeypatch)
+    handle = checkpoint.async_save(tmp_path / "x", net, optimizer)
+    rate.fill_(7.0)
+    gate.open.set()
+    handle.result()
+    checkpoint.load(tmp_path / "x", net, optimizer)
+    assert rate == 0.5
+
+
+def test_threads_copy_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(staging, "_threads", lambda: 3)
+    whole = torch.arange(5000, dtype=torch.int64)
+    tensors = {
+        "long": whole,
+        "strided": whole[:4000].view(40, 100).t(),
+        "bytes": whole.to(torch.int8),
+        "bf16": whole.to(torch.bfloat16).view(50, 100),
+        "scalar": torch.tensor(3.0),
+        "nothing": torch.ones(0, 4),
+    }
+    copies, event = staging.Staging().stage(tensors)
+    assert event is None
+    assert copies.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(copies[name], tensor), name
+        assert copies[name].shape == tensor.shape
+    before = {name: copy.clone() for name, copy in copies.items()}
+    whole.zero_()
+    assert all(torch.equal(copies[name], before[name]) for name in copies)
+
+
+def test_each_rank_uses_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
+    for ranks, threads in (("1", 8), ("3", 4), ("12", 1), ("64", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert staging._threads() == threads
