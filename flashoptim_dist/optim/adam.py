@@ -64,6 +64,9 @@ class FlashAdamW(_AdamFamily):
         seed: of the stochastic rounding; results depend on it, never on the world size.
         compress_state_dict: False makes ``state_dict()`` give fp32 moments, which torch's optimizers load.
         check_numerics: count the updates that are too small to change a weight; see ``numerics_report()``.
+        offload_states: keep the states of CUDA parameters in pinned host memory and stream them through the step; the
+            device holds two buffers of 256 MB instead (or as large as the largest parameter's state). States that are
+            read from ``optimizer.state`` directly need ``torch.cuda.synchronize()`` first. On CPU it changes nothing.
         maximize: ascend instead of descend.
         fused: None takes the Triton kernels wherever the device has them; False never; True raises where a CUDA
             parameter cannot have them. CPU parameters always take the pure-torch path.
@@ -91,6 +94,7 @@ class FlashAdamW(_AdamFamily):
         seed: int = 0,
         compress_state_dict: bool = True,
         check_numerics: bool = False,
+        offload_states: bool = False,
         maximize: bool = False,
         fused: bool | None = None,
         foreach: bool | None = None,
@@ -107,6 +111,7 @@ class FlashAdamW(_AdamFamily):
             decouple_lr=decouple_lr,
             compress_state_dict=compress_state_dict,
             check_numerics=check_numerics,
+            offload_states=offload_states,
             torch_options={"amsgrad": amsgrad, "fused": fused, "foreach": foreach, "differentiable": differentiable},
         )
 
@@ -137,6 +142,7 @@ class FlashAdam(_AdamFamily):
         seed: int = 0,
         compress_state_dict: bool = True,
         check_numerics: bool = False,
+        offload_states: bool = False,
         maximize: bool = False,
         fused: bool | None = None,
         foreach: bool | None = None,
@@ -161,6 +167,7 @@ class FlashAdam(_AdamFamily):
             seed=seed,
             compress_state_dict=compress_state_dict,
             check_numerics=check_numerics,
+            offload_states=offload_states,
             torch_options={"amsgrad": amsgrad, "fused": fused, "foreach": foreach, "differentiable": differentiable},
         )
 

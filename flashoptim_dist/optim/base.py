@@ -63,6 +63,7 @@ class FlashOptimizer(MasterWeights, GradientScaling):
         decouple_lr: bool = False,
         compress_state_dict: bool = True,
         check_numerics: bool = False,
+        offload_states: bool = False,
         torch_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._options: dict[str, Any] = {
@@ -71,6 +72,7 @@ class FlashOptimizer(MasterWeights, GradientScaling):
             "rounding": rounding,
             "seed": seed,
             "decouple_lr": decouple_lr,
+            "offload_states": offload_states,
         }
         self.compress_state_dict = compress_state_dict
         self._fused: bool | None = (torch_options or {}).get("fused")
@@ -172,6 +174,7 @@ class FlashOptimizer(MasterWeights, GradientScaling):
         for parameter, name, ordinal, _ in self._named():
             group = group_of[ordinal]
             options = {option: self._option(group, option) for option in self.group_options}
+            options["offload_states"] = self._options["offload_states"]
             records[parameter] = new_record(parameter, name, ordinal, self._moments_of(group), options)
         return records
 
@@ -199,6 +202,7 @@ class FlashOptimizer(MasterWeights, GradientScaling):
 
         State is zero: it decodes to zero moments and to the 16-bit weights as they are, whenever those are set.
         """
+        self._stepper.settle()
         made = []
         for parameter, _, _, _ in self._named():
             if parameter.requires_grad and not self.state.get(parameter):
@@ -304,6 +308,11 @@ class FlashOptimizer(MasterWeights, GradientScaling):
         for device, of_device in tasks.items():
             if device in on_device:
                 self._stepper.step(device, of_device, inputs, subset)
+            elif self._options["offload_states"] and device.type == "cuda":
+                raise RuntimeError(
+                    "offload_states=True streams states through the Triton kernels, which fused=False and "
+                    "check_numerics=True go without, on a machine without Triton too: leave one of the two out"
+                )
             else:
                 skipped |= step_with_torch(of_device, inputs.factors(len(of_device)))
             for task in of_device:

@@ -38,6 +38,7 @@ class FlashLion(FlashOptimizer):
         compress_state_dict: bool = True,
         master_weight_bits: int | None = 24,
         check_numerics: bool = False,
+        offload_states: bool = False,
         fused: bool | None = None,
         *,
         rounding: Rounding = "stochastic",
@@ -57,6 +58,7 @@ class FlashLion(FlashOptimizer):
             decouple_lr=decouple_lr,
             compress_state_dict=compress_state_dict,
             check_numerics=check_numerics,
+            offload_states=offload_states,
             torch_options={"fused": fused, "foreach": foreach, "differentiable": differentiable},
         )
 

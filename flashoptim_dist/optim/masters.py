@@ -93,6 +93,7 @@ class MasterWeights:
         ``step`` does so by itself where torch leaves a trace of the change (``load_state_dict``, ``copy_``); writes
         through ``.data``, foreach operations and collectives leave none.
         """
+        self._stepper.settle()
         chosen = None if parameters is None else set(parameters)
         for parameter, state in self.state.items():
             if ERROR_BITS in state and (chosen is None or parameter in chosen):

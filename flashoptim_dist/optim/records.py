@@ -60,7 +60,7 @@ def new_record(
         name: its name in the model, or None.
         ordinal: its number among the optimizer's parameters.
         moments: what its group keeps.
-        options: master_weight_bits, quantize, rounding and seed, as they hold for its group.
+        options: master_weight_bits, quantize, rounding and seed, as they hold for its group, and offload_states.
 
     Raises:
         ShardingError: a placement that the number format cannot follow.
@@ -69,7 +69,9 @@ def new_record(
     layout = shard_layout(parameter, label, quantize=options["quantize"])
     bits = correction_bits(parameter.dtype, options["master_weight_bits"])
     key = noise_key(options["seed"], parameter_id(name, ordinal)) if options["rounding"] == "stochastic" else None
-    entries = entry_specs(layout, moments, quantize=options["quantize"], correction_bits=bits)
+    entries = entry_specs(
+        layout, moments, quantize=options["quantize"], correction_bits=bits, offload=options["offload_states"]
+    )
     return ParameterRecord(label, layout, moments, entries, parameter.dtype, bits, key)
 
 

@@ -73,6 +73,7 @@ class FlashSGD(_SgdFamily):
         compress_state_dict: bool = True,
         master_weight_bits: int | None = 24,
         check_numerics: bool = False,
+        offload_states: bool = False,
         fused: bool | None = None,
         *,
         rounding: Rounding = "stochastic",
@@ -99,6 +100,7 @@ class FlashSGD(_SgdFamily):
             seed=seed,
             compress_state_dict=compress_state_dict,
             check_numerics=check_numerics,
+            offload_states=offload_states,
             torch_options={"fused": fused, "foreach": foreach, "differentiable": differentiable},
         )
 
@@ -129,6 +131,7 @@ class FlashSGDW(_SgdFamily):
         compress_state_dict: bool = True,
         master_weight_bits: int | None = 24,
         check_numerics: bool = False,
+        offload_states: bool = False,
         fused: bool | None = None,
         *,
         rounding: Rounding = "stochastic",
@@ -156,5 +159,6 @@ class FlashSGDW(_SgdFamily):
             decouple_lr=decouple_lr,
             compress_state_dict=compress_state_dict,
             check_numerics=check_numerics,
+            offload_states=offload_states,
             torch_options={"fused": fused, "foreach": foreach, "differentiable": differentiable},
         )

@@ -42,32 +42,50 @@ class MomentSpec:
 
 @dataclass(frozen=True)
 class EntrySpec:
-    """dtype and global and local shape of one state entry."""
+    """dtype and global and local shape of one state entry.
+
+    ``offloaded``: it lies in pinned host memory where the parameter lies on a CUDA device.
+    """
 
     dtype: torch.dtype
     global_shape: tuple[int, ...]
     local_shape: tuple[int, ...]
+    offloaded: bool = False
 
 
 def entry_specs(
-    layout: ShardLayout, moments: tuple[MomentSpec, ...], *, quantize: bool, correction_bits: int
+    layout: ShardLayout,
+    moments: tuple[MomentSpec, ...],
+    *,
+    quantize: bool,
+    correction_bits: int,
+    offload: bool = False,
 ) -> dict[str, EntrySpec]:
     """Return the tensor entries of a parameter's state (all but ``step``), by name on disk."""
     specs: dict[str, EntrySpec] = {}
     compressed = quantize and layout.quantized
+    shapes, scale_shapes = (
+        (layout.global_shape, layout.local_shape),
+        (layout.scale_global_shape, layout.scale_local_shape),
+    )
     for moment in moments:
-        dtype = moment.code_dtype if compressed else torch.float32
-        specs[moment.name] = EntrySpec(dtype, layout.global_shape, layout.local_shape)
+        specs[moment.name] = EntrySpec(moment.code_dtype if compressed else torch.float32, *shapes, offload)
         if compressed:
-            specs[moment.scale_name] = EntrySpec(torch.bfloat16, layout.scale_global_shape, layout.scale_local_shape)
+            specs[moment.scale_name] = EntrySpec(torch.bfloat16, *scale_shapes, offload)
     if correction_bits:
-        specs[ERROR_BITS] = EntrySpec(correction_dtype(correction_bits), layout.global_shape, layout.local_shape)
+        specs[ERROR_BITS] = EntrySpec(correction_dtype(correction_bits), *shapes, offload)
     return specs
 
 
 def new_entry(spec: EntrySpec, parameter: Tensor) -> Tensor:
-    """Return a zero entry on the device of the parameter's local tensor, a DTensor whenever the parameter is one."""
-    local = torch.zeros(spec.local_shape, dtype=spec.dtype, device=local_tensor(parameter).device)
+    """Return a zero entry, a DTensor whenever the parameter is one: on the device of the parameter's local tensor, or
+    in pinned host memory where it is offloaded from a CUDA device.
+    """
+    device = local_tensor(parameter).device
+    if spec.offloaded and device.type == "cuda":
+        local = torch.zeros(spec.local_shape, dtype=spec.dtype, pin_memory=True)
+    else:
+        local = torch.zeros(spec.local_shape, dtype=spec.dtype, device=device)
     return like_parameter(local, parameter, spec.global_shape)
 
 

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from flashoptim_dist.optim.backends import StepTask, step_with_torch
 from flashoptim_dist.optim.scaling import GradientInputs
+from flashoptim_dist.sharding import local_tensor
 
 if TYPE_CHECKING:
     from flashoptim_dist.optim.base import FlashOptimizer
     from flashoptim_dist.optim.fused import Plan
+    from flashoptim_dist.optim.offload import Staging
 
 _FEW_TASKS = 32
 _FIRST_WAVE = 100_000_000
@@ -100,6 +102,7 @@ class FusedStepper:
         self._optimizer = optimizer
         self._of: dict[Subset | None, _Plans] = {}
         self._skipped: dict[torch.device, Tensor] = {}
+        self._staging: dict[torch.device, Staging] = {}
 
     @property
     def plans(self) -> list[Plan]:
@@ -120,7 +123,7 @@ class FusedStepper:
     def forget(self) -> None:
         """Drop all plans: parameters, state or options changed."""
         self.settle()
-        self._of = {}
+        self._of, self._staging = {}, {}
 
     def forget_plans_of(self, subset: Subset | None) -> None:
         """Drop the plans of a subset (None: of whole steps)."""
@@ -128,7 +131,9 @@ class FusedStepper:
         self._of.pop(subset, None)
 
     def settle(self) -> None:
-        """Bring the records up to date with the last steps, before something reads them."""
+        """Bring records, and states in host memory, up to date with the last steps, before something reads them."""
+        for staging in self._staging.values():
+            staging.synchronize()
         for plans in self._of.values():
             for plan in plans.plans:
                 plan.settle()
@@ -166,15 +171,17 @@ class FusedStepper:
     ) -> None:
         """Plan and step the tasks of a device. Those of a subset take one plan, in their order, and count no skip."""
         from flashoptim_dist.kernels.tables import GeometryError
-        from flashoptim_dist.optim.fused import Plan
 
+        if self._optimizer._options["offload_states"]:
+            self._make_staging(device)
         kept = self._of.setdefault(subset, _Plans())
         counting = subset is None and not any(plan.device == device for plan in kept.plans)
         counter = self.skip_counter(device)
-        waves = _waves(tasks) if subset is None else [list(tasks)]
         try:
-            plans = [Plan(wave, counter, counting and number == 0) for number, wave in enumerate(waves)]
+            plans = self._new_plans(device, tasks, counter, counting, whole=subset is None)
         except GeometryError:
+            if self._optimizer._options["offload_states"]:
+                raise
             # Strides beyond what the kernels describe (five dimensions, none adjacent): the definition takes them.
             if step_with_torch(tasks, inputs.factors(len(tasks))) and counting:
                 counter += 1
@@ -184,6 +191,28 @@ class FusedStepper:
             kept.plans.append(plan)
             kept.groups.append(plan.groups)
             self._run(plan, plan.hyperparameters, inputs)
+
+    def _new_plans(
+        self, device: torch.device, tasks: Sequence[StepTask], counter: Tensor, counting: bool, whole: bool
+    ) -> Sequence[Plan]:
+        from flashoptim_dist.optim.fused import Plan
+
+        if not self._optimizer._options["offload_states"]:
+            waves = _waves(tasks) if whole else [list(tasks)]
+            return [Plan(wave, counter, counting and number == 0) for number, wave in enumerate(waves)]
+        from flashoptim_dist.optim.offload import StagedPlan
+
+        staging = self._staging[device]
+        chunks = staging.chunks(tasks)
+        return [StagedPlan(chunk, counter, counting and n == 0, staging) for n, chunk in enumerate(chunks)]
+
+    def _make_staging(self, device: torch.device) -> None:
+        from flashoptim_dist.optim.offload import Staging
+
+        if device not in self._staging:
+            parameters = [p for p, _, _, _ in self._optimizer._named() if local_tensor(p).device == device]
+            records = [self._optimizer._record(parameter) for parameter in parameters]
+            self._staging[device] = Staging(records, device)
 
     def keep(self, subset: Subset | None = None) -> None:
         """Let the next step go by these plans: all parameters with a gradient are in them."""

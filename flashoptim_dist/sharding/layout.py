@@ -161,16 +161,19 @@ def like_parameter(local: Tensor, parameter: Tensor, shape: Sequence[int]) -> Te
     """Wrap a rank's part of a state as a DTensor with the parameter's mesh and placements (plain for a plain
     parameter).
 
-    Shape and stride are stated explicitly, so that uneven and empty shards get the right global shape. No
-    communication.
+    Shape and stride are stated explicitly, so that uneven and empty shards get the right global shape. The local
+    tensor stays on its device, also where the mesh is of another kind (offloaded to the host). No communication.
     """
     if not isinstance(parameter, DTensor):
         return local
     shape = torch.Size(shape)
     stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-    return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
-    )
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if local.device.type in (mesh.device_type, "meta"):
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    # from_local would move it to the mesh's device, as FSDP2's own parameters under CPUOffloadPolicy are not.
+    form = DTensor.from_local(local.to("meta"), mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor(local, form._spec, requires_grad=False)
 
 
 def shards_dim(placement: Any, dim: int) -> bool:
