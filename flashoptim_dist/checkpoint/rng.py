@@ -17,7 +17,7 @@ def capture_rng() -> dict[str, Any]:
     """Return the state of this process's generators, as plain numbers and tensors."""
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 the global one is meant
+        "numpy": _numpy_state(),
         "torch": torch.get_rng_state(),
     }
     device = current_cuda_device()
@@ -26,11 +26,20 @@ def capture_rng() -> dict[str, Any]:
     return state
 
 
+def _numpy_state() -> dict[str, Any]:
+    """Return the state of numpy's global generator with a tensor for its array: any torch.load reads that."""
+    state: Any = np.random.get_state(legacy=False)  # noqa: NPY002 the global one is meant
+    words = torch.from_numpy(state["state"]["key"].astype(np.int64))
+    return {**state, "state": {**state["state"], "key": words}}
+
+
 def restore_rng(state: dict[str, Any]) -> None:
     """Set this process's generators to a captured state."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
-    np.random.set_state(state["numpy"])  # noqa: NPY002
+    numpy_state = state["numpy"]
+    words = np.asarray(numpy_state["state"]["key"]).astype(np.uint32)
+    np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": words}})  # noqa: NPY002
     torch.set_rng_state(state["torch"])
     device = current_cuda_device()
     if device is not None and "cuda" in state:

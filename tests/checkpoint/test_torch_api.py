@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -111,9 +112,13 @@ def test_we_read_checkpoints_of_plain_dcp(tmp_path: Path, kind: str, flatten: bo
         assert rate == 1e-2
 
 
-def _round_trip(kind: str, flatten: bool, full: bool, offload: bool, from_first: bool) -> list[str]:
+def _round_trip(
+    kind: str, flatten: bool, full: bool, offload: bool, from_first: bool, placement: str = "fsdp"
+) -> list[str]:
     """From step 1 on, every way torch has to get and set an optimizer's state."""
-    net, optimizer = _trained(kind, 1)
+    net = build(placement)
+    optimizer = OPTIMIZERS[kind](net)
+    _step_all(net, optimizer, range(1))
     options = StateDictOptions(
         full_state_dict=full, cpu_offload=offload, flatten_optimizer_state_dict=flatten, broadcast_from_rank0=from_first
     )
@@ -126,7 +131,7 @@ def _round_trip(kind: str, flatten: bool, full: bool, offload: bool, from_first:
         name = "state.up.weight.exp_avg"
         moment = optimizer_state[name] if flatten else optimizer_state["state"]["up.weight"]["exp_avg"]
         assert torch.equal(moment, before["optimizer.up.weight.exp_avg"])
-    net = build(seed=4)
+    net = build(placement, seed=4)
     optimizer = OPTIMIZERS[kind](net)
     set_model_state_dict(net, model_state, options=options)
     set_optimizer_state_dict(net, optimizer, optimizer_state, options=options)
@@ -151,9 +156,88 @@ def test_torchs_state_dict_options_give_right_answers(
     assert run_ranks(2, _round_trip, "flash", flatten, full, offload, from_first) == [[], []]
 
 
-def _full_export(path: str, load: bool) -> dict[str, Tensor]:
-    """Save on 2 ranks as one whole file, load it in one process."""
-    net = build("single" if load else "fsdp", seed=4 if load else 0)
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("placement", "world_size"),
+    [("fsdp", 3), ("hsdp", 4), ("fsdp_tp", 4), ("fsdp_tp", 6), ("shard1", 2), ("experts", 4), ("fsdp", 8)],
+)
+@pytest.mark.parametrize(
+    ("flatten", "full", "offload", "from_first"),
+    [(True, False, True, False), (False, True, False, False), (False, True, True, True)],
+)
+def test_torchs_state_dict_options_give_right_answers_everywhere(
+    placement: str, world_size: int, flatten: bool, full: bool, offload: bool, from_first: bool
+) -> None:
+    if from_first and placement == "experts":
+        pytest.skip("torch broadcasts a full state over one mesh; the experts have another")
+    if full and (placement, world_size) == ("fsdp_tp", 6):
+        pytest.skip("torch can't cut whole tensors into uneven strided shards, those of the model neither")
+    results = run_ranks(world_size, _round_trip, "flash", flatten, full, offload, from_first, placement)
+    assert results == [[]] * world_size
+
+
+def _flattened_and_full() -> list[str]:
+    """torch can't load this form back, for its own AdamW either; to read it is what people do."""
+    net, optimizer = _trained("flash")
+    whole = gathered(net, optimizer)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
+    state = get_optimizer_state_dict(net, optimizer, options=options)
+    if dist.get_rank() != 0:
+        return sorted(state)
+    found = {key.removeprefix("state."): value for key, value in state.items() if key.startswith("state.")}
+    expected = {name.removeprefix("optimizer."): v for name, v in whole.items() if name.startswith("optimizer.")}
+    return differences(expected, found)
+
+
+def test_a_flattened_full_state_holds_every_piece() -> None:
+    assert run_ranks(2, _flattened_and_full) == [[], []]
+
+
+def _never_stepped(full: bool) -> tuple[list[str], list[str]]:
+    """A full state before the first step, and what a first step then makes of it."""
+    net, untouched = build(), build()
+    optimizer, other = OPTIMIZERS["flash"](net), OPTIMIZERS["flash"](untouched)
+    options = StateDictOptions(full_state_dict=full, cpu_offload=full)
+    state = get_optimizer_state_dict(net, optimizer, options=options)
+    wrong = [] if full and dist.get_rank() != 0 else _not_fresh(state)
+    steps(net, optimizer, [0])
+    steps(untouched, other, [0])
+    return wrong, differences(gathered(net, optimizer), gathered(untouched, other))
+
+
+def _not_fresh(state: dict[str, Any]) -> list[str]:
+    """Names of states that are not zero, and of groups without their options."""
+    wrong = []
+    for name, values in state["state"].items():
+        for key, value in values.items():
+            local = value.to_local() if hasattr(value, "to_local") else value
+            if key != "error_bits" and bool((local != 0).any()):
+                wrong.append(f"{name}.{key}")
+    return wrong + [str(group) for group in state["param_groups"] if group["lr"] != 1e-2 or not group["params"]]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_state_before_the_first_step_takes_no_step(full: bool) -> None:
+    """A3 of the collected bug reports: state dictionaries before the first step, as accelerate asks for them."""
+    assert run_ranks(2, _never_stepped, full) == [([], [])] * 2
+
+
+def test_torch_turns_our_checkpoints_into_one_file(tmp_path: Path) -> None:
+    path, file = str(tmp_path / "checkpoint"), str(tmp_path / "whole.pt")
+    saved = run_ranks(2, _our_save, path, "flash")[0]
+    dcp_to_torch_save(path, file)
+    state = torch.load(file, weights_only=True)
+    found = {f"model.{name}": value for name, value in state["model"].items()}
+    for name, values in state["optimizer"]["state"].items():
+        found |= {f"optimizer.{name}.{key}": value for key, value in values.items()}
+    assert differences(saved, found) == []
+    assert state["optimizer"]["param_groups"][0]["lr"] == 1e-2
+    assert state["format"]["world_size"] == 2
+
+
+def _full_export(path: str, load: bool, placement: str = "fsdp") -> dict[str, Tensor]:
+    """Save on several ranks as one whole file, load it in one process."""
+    net = build("single" if load else placement, seed=4 if load else 0)
     optimizer = OPTIMIZERS["flash"](net)
     if load:
         state = torch.load(path, weights_only=True)
@@ -171,8 +255,12 @@ def _full_export(path: str, load: bool) -> dict[str, Tensor]:
     return gathered(net, optimizer)
 
 
-def test_a_full_state_of_two_ranks_loads_on_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("placement", "world_size"),
+    [("fsdp", 2), *(pytest.param(p, n, marks=pytest.mark.full) for p, n in (("fsdp_tp", 6), ("hsdp", 4), ("fsdp", 3)))],
+)
+def test_a_full_state_of_several_ranks_loads_on_one(tmp_path: Path, placement: str, world_size: int) -> None:
     """B19 of the collected bug reports: only local pieces were in the file."""
     path = str(tmp_path / "whole.pt")
-    saved = run_ranks(2, _full_export, path, False)[0]
+    saved = run_ranks(world_size, _full_export, path, False, placement)[0]
     assert differences(saved, run_ranks(1, _full_export, path, True)[0]) == []
