@@ -159,7 +159,11 @@ def gathered(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tens
 
 
 def full(value: Tensor) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+    if not isinstance(value, DTensor):
+        return value.clone()
+    if value.dtype == torch.int16:  # neither gloo nor NCCL can send these
+        return value.to(torch.int32).full_tensor().to(torch.int16)
+    return value.full_tensor().clone()
 
 
 def same(whole: Tensor | None, value: Tensor) -> bool:
