@@ -1,4 +1,4 @@
-"""Writing a DCP directory block by block, through the same machinery as a save: it appears at once, or not at all."""
+"""Writing a DCP directory chunk by chunk, through the same machinery as a save: it appears at once, or not at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashoptim_dist.checkpoint.layout import FORMAT, MODEL, Path_, key_of
 from flashoptim_dist.checkpoint.planners import SnapshotPlanner
 from flashoptim_dist.checkpoint.ranks import Ranks
 from flashoptim_dist.checkpoint.saving import Job, make_staging, write
-from flashoptim_dist.convert.lazy import blocks
+from flashoptim_dist.convert.lazy import chunks
 from flashoptim_dist.convert.progress import Progress
 from flashoptim_dist.convert.result import Result, Unit, group_entries, path_in
 from flashoptim_dist.convert.sharing import shares
@@ -51,9 +51,9 @@ def _objects(result: Result, layout: Layout) -> dict[Path_, Any]:
 
 
 class _BlockPlanner(SnapshotPlanner):
-    """Plans each block of a unit's tensors as a chunk of its own, and computes it when the writer asks for it.
+    """Plans rows of a unit's tensors as chunks of their own, and computes them when the writer asks for them.
 
-    Chunks come in the order of the blocks, so that the results of one block are all that is held.
+    The chunks of the same rows follow each other, so that their results are all that is held.
     """
 
     def __init__(self, units: Sequence[Unit], objects: dict[Path_, Any], layout: Layout, progress: Progress) -> None:
@@ -73,7 +73,7 @@ class _BlockPlanner(SnapshotPlanner):
         for number, unit in enumerate(self._units):
             placed = [path_in(layout, output.path) for output in unit.outputs]
             paths |= {key_of(path): path for path in placed}
-            for start, stop in blocks(unit.shape):
+            for start, stop in chunks(unit.shape):
                 for position, output in enumerate(unit.outputs):
                     key = key_of(placed[position])
                     self._where[key, start] = (number, position, start, stop)
@@ -81,14 +81,14 @@ class _BlockPlanner(SnapshotPlanner):
         self.plan = SavePlan(items, planner_data=paths)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return an object, or compute a block; each output of a block is asked for once."""
+        """Return an object, or compute a chunk; each is asked for once."""
         if index.fqn in self._objects:
             return self._objects.pop(index.fqn)
         start = index.offset[0] if index.offset else 0
         number, position, start, stop = self._where[index.fqn, start]
         if self._held is None or self._held[0] != (number, start):
             self._held = None
-            self._held = ((number, start), dict(enumerate(self._units[number].compute(start, stop))))
+            self._held = ((number, start), dict(enumerate(self._units[number].rows(start, stop))))
         value = self._held[1].pop(position)
         self._progress.advance(value.nbytes)
         return value

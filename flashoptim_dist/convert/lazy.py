@@ -17,11 +17,14 @@ from torch import Tensor
 
 from flashoptim_dist.checkpoint.errors import DamagedCheckpointError
 
-BLOCK_ELEMENTS = 1 << 19
-"""Elements of a block, unless a tensor would then have more than ``BLOCKS_PER_TENSOR``: those are one entry each in a
-checkpoint's metadata."""
+BLOCK_ELEMENTS = 1 << 16
+"""Elements that are read and computed at once; a row may have more. Larger blocks are slower: they leave the cache."""
 
-BLOCKS_PER_TENSOR = 16
+CHUNK_ELEMENTS = 1 << 19
+"""Elements of a chunk of a DCP directory, unless a tensor would then have more than ``CHUNKS_PER_TENSOR``: each is an
+entry of the metadata."""
+
+CHUNKS_PER_TENSOR = 16
 
 
 class LazyTensor:
@@ -183,11 +186,21 @@ class ChunkedTensor(LazyTensor):
         return result
 
 
-def blocks(shape: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the blocks of rows, as (start, stop), in which a tensor of this shape is read and written."""
-    length, numel = (shape[0] if shape else 1), math.prod(shape)
-    count = max(1, min(BLOCKS_PER_TENSOR, -(-numel // BLOCK_ELEMENTS), length))
-    edges = [length * i // count for i in range(count + 1)]
+def blocks(shape: Sequence[int], start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
+    """Return the blocks of rows, as (start, stop), in which a tensor of this shape (or some rows) is worked through."""
+    stop = (shape[0] if shape else 1) if stop is None else stop
+    return _cut(start, stop, -(-math.prod(shape[1:]) * (stop - start) // BLOCK_ELEMENTS))
+
+
+def chunks(shape: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the blocks of rows, as (start, stop), that a tensor of this shape is written in to a DCP directory."""
+    count = min(CHUNKS_PER_TENSOR, -(-math.prod(shape) // CHUNK_ELEMENTS))
+    return _cut(0, shape[0] if shape else 1, count)
+
+
+def _cut(start: int, stop: int, count: int) -> list[tuple[int, int]]:
+    count = max(1, min(count, stop - start))
+    edges = [start + (stop - start) * i // count for i in range(count + 1)]
     return list(itertools.pairwise(edges))
 
 

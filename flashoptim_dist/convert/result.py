@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashoptim_dist.checkpoint.layout import MODEL, OPTIMIZER, PARAM_GROUPS, STATE, Path_
-from flashoptim_dist.convert.lazy import ComputedTensor, LazyTensor
+from flashoptim_dist.convert.lazy import ComputedTensor, LazyTensor, blocks
 from flashoptim_dist.convert.training_state import Group, Layout
 
 
@@ -42,6 +42,17 @@ class Unit:
     def nbytes(self) -> int:
         """Bytes of all outputs."""
         return sum(torch.Size(output.shape).numel() * output.dtype.itemsize for output in self.outputs)
+
+    def rows(self, start: int, stop: int) -> list[Tensor]:
+        """Return rows of every output, computed in blocks."""
+        parts = blocks(self.shape, start, stop)
+        if len(parts) == 1:
+            return list(self.compute(start, stop))
+        whole = [torch.empty((stop - start, *output.shape[1:]), dtype=output.dtype) for output in self.outputs]
+        for first, last in parts:
+            for target, value in zip(whole, self.compute(first, last), strict=True):
+                target[first - start : last - start] = value
+        return whole
 
     def tensors(self) -> list[tuple[Path_, LazyTensor]]:
         """Return each output by itself; reading it computes its whole unit, block by block."""
