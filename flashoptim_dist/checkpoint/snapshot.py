@@ -58,17 +58,17 @@ class Entries:
     values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path_] = field(default_factory=dict)
 
-    def add(self, path: Path_, value: Any) -> None:
-        """Add a tensor as it is, anything else serialized at once."""
+    def add(self, path: Path_, value: Any, known: bool = False) -> None:
+        """Add a tensor as it is, anything else serialized at once; of what is ``known`` it is known that it loads."""
         key = key_of(path)
         if key in self.values:
             raise CheckpointError(f"two things would be saved as {key!r}")
-        self.values[key] = value if isinstance(value, torch.Tensor) else serialize(value, key)
+        self.values[key] = value if isinstance(value, torch.Tensor) else serialize(value, key, known)
         self.paths[key] = path
 
 
-def serialize(value: Any, key: str) -> io.BytesIO:
-    """Return an object in torch.save's format, after making sure that the allow-list reads it back.
+def serialize(value: Any, key: str, known: bool = False) -> io.BytesIO:
+    """Return an object in torch.save's format, after making sure, unless it is known, that the allow-list reads it.
 
     Raises:
         CheckpointError: it holds something that is no number, string, container, tensor or numpy array.
@@ -80,7 +80,8 @@ def serialize(value: Any, key: str) -> io.BytesIO:
         data = io.BytesIO()
         try:
             save_object(value, data, zipped)
-            load_object(data.getvalue(), "it", key)
+            if not known:
+                load_object(data.getvalue(), "it", key)
         except Exception as error:
             failure = failure or error
         else:
@@ -133,7 +134,7 @@ def collect(source: Source, entries: Entries, rank: int) -> Collected:
     if source.rng:
         state = capture_rng()
         digests[RNG] = digest_of(state)
-        entries.add((RNG, str(rank)), state)
+        entries.add((RNG, str(rank)), state, known=True)
     if source.dataloader is not None:
         state = state_of(source.dataloader)
         digests[DATALOADER] = digest_of(state)

@@ -27,6 +27,9 @@ class Staging:
         self._block: mmap.mmap | None = None
         self._size = 0
         self._unpin: weakref.finalize[Any, Any] | None = None
+        self._for_cuda = False  # whether page-locking was tried
+        self._form: list[tuple[str, torch.dtype, torch.Size]] = []
+        self._copies: dict[str, torch.Tensor] = {}
 
     @property
     def nbytes(self) -> int:
@@ -39,14 +42,12 @@ class Staging:
         Returns:
             The copies, and an event to wait for before they are read; None where they are complete already.
         """
-        offsets: dict[str, int] = {}
-        total = 0
-        for name, tensor in tensors.items():
-            offsets[name] = total
-            total += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         on_cuda = any(tensor.is_cuda for tensor in tensors.values())
-        self._reserve(total, pin=on_cuda)
-        copies = {name: self._view(offsets[name], tensor) for name, tensor in tensors.items()}
+        form = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+        if form != self._form or (on_cuda and not self._for_cuda):
+            self._lay_out(tensors, on_cuda)
+            self._form = form
+        copies = self._copies
         on_host = []
         for name, tensor in tensors.items():
             if tensor.is_cuda:
@@ -64,7 +65,18 @@ class Staging:
         """Give the memory back."""
         if self._unpin is not None:
             self._unpin()
-        self._block, self._size, self._unpin = None, 0, None
+        self._block, self._size, self._unpin, self._for_cuda = None, 0, None, False
+        self._form, self._copies = [], {}
+
+    def _lay_out(self, tensors: Mapping[str, torch.Tensor], pin: bool) -> None:
+        """Find a place for each tensor."""
+        offsets: dict[str, int] = {}
+        total = 0
+        for name, tensor in tensors.items():
+            offsets[name] = total
+            total += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._reserve(total, pin)
+        self._copies = {name: self._view(offsets[name], tensor) for name, tensor in tensors.items()}
 
     def _view(self, offset: int, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel() == 0:
@@ -75,7 +87,7 @@ class Staging:
         return flat.view(tensor.dtype).view(tensor.shape)
 
     def _reserve(self, size: int, pin: bool) -> None:
-        if self._block is not None and size <= self._size and (self._unpin is not None or not pin):
+        if self._block is not None and size <= self._size and (self._for_cuda or not pin):
             return
         self.release()
         if size == 0:
@@ -85,7 +97,7 @@ class Staging:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._block.madvise(mmap.MADV_HUGEPAGE)  # the first copy is bound by page faults: 512 times fewer
         if pin:
-            self._unpin = _pin(self._block)
+            self._unpin, self._for_cuda = _pin(self._block), True
 
 
 def _copy_on_host(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
