@@ -13,14 +13,15 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model folder or nothing: this recipe never downloads
 
-import torch
 from llama_support.config import Config, read_command_line
 from llama_support.data import check_same_data, load_data
 from llama_support.errors import exit_on_bad_input
+from llama_support.interrupts import Interrupted, Interrupts
 from llama_support.metrics import RunLog, StepClock
 from llama_support.model import build_model, check_model, load_tokenizer, model_folder, read_llama_config
 from llama_support.optimizers import build_optimizer
 from llama_support.progress import (
+    SkippedSteps,
     checkpoint_folder,
     describe_checkpoint,
     prepare_run_folder,
@@ -33,16 +34,21 @@ from llama_support.report import read_run, write_report
 from llama_support.sampling import write_sample
 from llama_support.training import accumulate_gradient, clip_gradients, set_learning_rate, validation_loss
 from llama_support.world import start_world
+from transformers import set_seed
 
 from flashoptim_dist import memory_report
 from flashoptim_dist.checkpoint import Checkpointer
 
 
-def train(config: Config) -> None:
-    """One start of a run: from its newest checkpoint, if there is one, to its last step. All ranks must call."""
+def train(config: Config, interrupts: Interrupts | None = None) -> None:
+    """One start of a run: from its newest checkpoint, if there is one, to its last step. All ranks must call.
+
+    Raises Interrupted, on every rank, once a step is saved after some rank was asked to end.
+    """
+    interrupts = interrupts or Interrupts()
     # torch's AdamW keeps fp32 weights, which FSDP2 casts for the matrix products: that needs a mesh on one GPU too.
     world = start_world(config.device, replicas=config.replicate, needs_mesh=config.optimizer != "flash_adamw")
-    torch.manual_seed(config.seed)
+    set_seed(config.seed % 2**32)  # the most that numpy takes
 
     # Everything that can be wrong with the input is found here, before a step is taken, by all ranks together.
     with world.all_or_none():
@@ -59,7 +65,7 @@ def train(config: Config) -> None:
     checkpointer = Checkpointer(
         checkpoint_folder(config), model, optimizer, dataloader=data.loader, keep_last=config.keep_last
     )
-    progress = resume(config, checkpointer)
+    progress = resume(config, checkpointer, world)
 
     log = RunLog(config.run_folder, world, step=progress.step, last_step=progress.last)
     log.say(data.summary)
@@ -78,26 +84,36 @@ def train(config: Config) -> None:
     batches = iter(data.loader)
     clock = StepClock(world.device)
     tokens = config.global_batch * config.sequence_length
+    skipped = SkippedSteps(checkpointer, progress.step, config.skips_in_a_row)
+    interrupts.start_saving()
     for step in range(progress.step + 1, progress.last + 1):
         with clock.phase("data"):
             batch = next(batches)
         lr = set_learning_rate(optimizer, config, step - progress.first)
         with clock.phase("forward_and_backward"):
-            loss = accumulate_gradient(model, batch, world)
+            loss = accumulate_gradient(model, batch, world, interrupts)
         with clock.phase("clipping"):
             grad_norm = clip_gradients(model, config.clip_norm)
-        stop_unless_finite(checkpointer, f"step {step}", step - 1, loss=loss, gradient_norm=grad_norm)
         with clock.phase("optimizer"):
-            optimizer.step()
+            if skipped.check(step, loss=loss, gradient_norm=grad_norm):
+                optimizer.step()
+            else:
+                log.say(f"step {step}: left out, its gradient norm is {grad_norm}")
             optimizer.zero_grad()
         log.train(step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=tokens, phases=clock.read())
 
         is_last = step == progress.last
-        if is_last or (config.evaluate_every and step % config.evaluate_every == 0):
+        if is_last or (not interrupts.agreed and config.evaluate_every and step % config.evaluate_every == 0):
             evaluate(step)
-        if is_last or (config.save_every and step % config.save_every == 0):
+        stops_here = interrupts.agreed and not is_last
+        if is_last or stops_here or (config.save_every and step % config.save_every == 0):
             saved = save(config, checkpointer, progress, step, world)
             log.checkpoint(step, saved)
+        if stops_here:
+            log.close()
+            raise Interrupted(
+                f"interrupted: step {step} of {progress.last} is saved; the same command goes on", interrupts.exit_code
+            )
     log.close()
     if progress.step == progress.last:
         return
@@ -112,7 +128,9 @@ def train(config: Config) -> None:
 
 def main() -> None:
     """Read the command line and train."""
-    train(read_command_line())
+    interrupts = Interrupts()
+    interrupts.listen()
+    train(read_command_line(), interrupts)
 
 
 if __name__ == "__main__":

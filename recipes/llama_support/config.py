@@ -56,6 +56,9 @@ class Config:
     """Decoupled weight decay of the matrices; norms and biases have none."""
     clip_norm: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
+    skips_in_a_row: int = 2
+    """Most steps in a row that are left out because their gradient is not finite; one more ends the run, as does any
+    loss that is not finite."""
 
     sequence_length: int = 256
     """Tokens per packed sequence."""
@@ -111,7 +114,10 @@ class Config:
         """Raise BadInput for a value no run can have."""
         for name in ("steps", "sequence_length", "global_batch", "micro_batch", "keep_last", "replicate"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "a number of at least 1")
-        for name in ("warmup_steps", "evaluate_every", "validation_sequences", "sample_tokens", "save_every", "seed"):
+        for name in (
+            *("warmup_steps", "evaluate_every", "validation_sequences", "sample_tokens", "save_every", "seed"),
+            "skips_in_a_row",
+        ):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or a positive number")
         for name, value in (
             *(("lr", self.peak_lr), ("eps", self.eps), ("weight_decay", self.weight_decay)),

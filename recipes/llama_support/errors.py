@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from .interrupts import Interrupted
+
 EXIT_BAD_INPUT = 2
 """Exit code of every rank after a `BadInput`."""
 
@@ -27,6 +29,8 @@ class BadInput(Exception):
 def exit_on_bad_input(run: Callable[[], None]) -> None:
     """Call `run` and leave the process; a `BadInput` becomes one line on rank 0's stderr and exit code 2 on every rank.
 
+    After an `Interrupted` they leave with its exit code, and rank 0 prints its line.
+
     The ranks leave together, so that torchrun sees every one of them end with code 2 instead of ending the slower ones
     itself. A rank that is not on its way out cannot hold the others: after 20 seconds they leave without it. Any other
     exception keeps its traceback and ends the process with code 1 at once: torchrun then ends the other ranks.
@@ -37,6 +41,10 @@ def exit_on_bad_input(run: Callable[[], None]) -> None:
         if _speaks():
             print(f"error: {error}", file=sys.stderr)
         _leave_together(EXIT_BAD_INPUT)
+    except Interrupted as ended:
+        if _speaks():
+            print(ended, file=sys.stderr)
+        _leave_together(ended.exit_code)
     except Exception:
         traceback.print_exc()
         _leave(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 import tempfile
 from collections.abc import Mapping
@@ -61,12 +62,13 @@ def checkpoint_folder(config: Config) -> Path:
     return config.run_folder / "checkpoints"
 
 
-def resume(config: Config, checkpointer: Checkpointer) -> Progress:
+def resume(config: Config, checkpointer: Checkpointer, world: World) -> Progress:
     """Load the checkpoint that `--resume` names, if any, and say what is left to do. All ranks must call.
 
     A run that was cut off goes on with its schedule; where it had reached the last step, a new schedule of as many
-    steps begins, or none with `--when-finished stop`. Raises BadInput, on every rank, for a checkpoint that is damaged,
-    of another format version, or of another model, optimizer or data.
+    steps begins, or none with `--when-finished stop`, or where torchrun itself has started the ranks again. Raises
+    BadInput, on every rank, for a checkpoint that is damaged, of another format version, or of another model, optimizer
+    or data.
     """
     steps = checkpointer.steps()
     if config.resume == "never" and steps:
@@ -100,19 +102,31 @@ def resume(config: Config, checkpointer: Checkpointer) -> Progress:
             f"{checkpointer.directory} is of a run on other data (rows, tokenizer, --sequence-length or --seed have"
             " changed), so its position means nothing here; give the same as before, or another --output"
         )
-    return after_resume(step, saved, config)
+    return after_resume(step, saved, config, same_launch=any(world.gather(_launched_before(saved))))
 
 
-def after_resume(step: int, saved: Mapping[str, Any], config: Config) -> Progress:
+def after_resume(step: int, saved: Mapping[str, Any], config: Config, *, same_launch: bool = False) -> Progress:
     """What a checkpoint of `step`, saved under the schedule `saved`, has left to do under `config`.
 
-    A schedule that was cut off keeps its beginning, and ends where the command line now says.
+    A schedule that was cut off keeps its beginning, and ends where the command line now says. One that finished under
+    the `same_launch` of torchrun, which then lost a rank, is not begun anew: nobody asked for more steps.
     """
     finished = step >= saved["first"] + min(saved["steps"], config.steps)
-    if finished and config.when_finished == "stop":
+    if finished and (same_launch or config.when_finished == "stop"):
         return Progress(step, saved["first"], step)
     first = step if finished else saved["first"]
     return Progress(step, first, first + config.steps)
+
+
+def _launched_before(saved: Mapping[str, Any]) -> bool:
+    """Whether this rank was started again by the launch that wrote the checkpoint.
+
+    A rendezvous id tells, which SLURM and Kubernetes jobs keep when they are requeued. Without one torchrun calls it
+    "none"; its count of restarts is then what there is.
+    """
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return restarted or (launch != "none" and saved.get("launch") == launch)
 
 
 def save(config: Config, checkpointer: Checkpointer, progress: Progress, step: int, world: World) -> Path:
@@ -127,7 +141,12 @@ def save(config: Config, checkpointer: Checkpointer, progress: Progress, step: i
         raise BadInput(
             f"step {step} left weights that are not finite, which were not saved; {way_back(checkpointer, step)}"
         )
-    run = {"first": progress.first, "steps": config.steps, "data": checkpointer.dataloader.dataset.fingerprint}
+    run = {
+        "first": progress.first,
+        "steps": config.steps,
+        "data": checkpointer.dataloader.dataset.fingerprint,
+        "launch": os.environ.get("TORCHELASTIC_RUN_ID", "none"),
+    }
     try:
         checkpointer.save(step, extras={_RUN: run})
     except CheckpointError as error:
@@ -147,6 +166,30 @@ def stop_unless_finite(checkpointer: Checkpointer, doing: str, weights_of: int, 
     if not all(math.isfinite(value) for value in values.values()):
         shown = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
         raise BadInput(f"{doing} has {shown}; training stops here; {way_back(checkpointer, weights_of)}")
+
+
+class SkippedSteps:
+    """Steps left out because their gradient was not finite; too many in a row end the run."""
+
+    def __init__(self, checkpointer: Checkpointer, step: int, most: int) -> None:
+        """Begin after `step` steps; `most` steps in a row may be left out."""
+        self._checkpointer = checkpointer
+        self._applied = step
+        self._most = most
+
+    def check(self, step: int, *, loss: float, gradient_norm: float) -> bool:
+        """Whether the update of `step` is to be applied. The numbers must be the same on all ranks.
+
+        Raises BadInput, naming the last good checkpoint, for a loss that is not finite, or one gradient too many.
+        """
+        if math.isfinite(loss) and math.isfinite(gradient_norm):
+            self._applied = step
+            return True
+        skipped = step - self._applied - 1
+        doing = f"step {step}" + (f", after {skipped} that were left out," if skipped else "")
+        if not math.isfinite(loss) or skipped >= self._most:
+            stop_unless_finite(self._checkpointer, doing, self._applied, loss=loss, gradient_norm=gradient_norm)
+        return False
 
 
 def way_back(checkpointer: Checkpointer, weights_of: int) -> str:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from .attention import attention_arguments
 from .config import Config
 from .data import Batch, StepBatches
+from .interrupts import Interrupts
 from .packing import IGNORED
 from .world import World
 
@@ -31,11 +32,14 @@ def summed_loss(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
     return loss
 
 
-def accumulate_gradient(model: nn.Module, step: StepBatches, world: World) -> float:
+def accumulate_gradient(
+    model: nn.Module, step: StepBatches, world: World, interrupts: Interrupts | None = None
+) -> float:
     """Add the gradient of the global batch's mean loss to the parameters; returns that loss. All ranks must call.
 
     Each label of the global batch weighs the same, wherever it lies: the sum of the losses is divided by the number of
-    labels over all ranks and micro-batches. FSDP averages over ranks, hence the factor `world.size`.
+    labels over all ranks and micro-batches. FSDP averages over ranks, hence the factor `world.size`. With the sum of
+    the losses the ranks learn whether one of them was asked to end: `interrupts.agreed`.
     """
     scale = world.size / max(1, step.trained_tokens)
     total = torch.zeros((), device=world.device)
@@ -46,7 +50,11 @@ def accumulate_gradient(model: nn.Module, step: StepBatches, world: World) -> fl
         loss = summed_loss(model, batch, world.device)
         (loss * scale).backward()
         total += loss.detach()
-    return world.sum(total.item())[0] / max(1, step.trained_tokens)
+    asked = interrupts is not None and interrupts.asked
+    total_of_all, asked_ranks = world.sum(total.item(), asked)
+    if interrupts is not None:
+        interrupts.agreed = asked_ranks > 0
+    return total_of_all / max(1, step.trained_tokens)
 
 
 @torch.no_grad()

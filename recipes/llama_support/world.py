@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -78,7 +79,8 @@ class World:
 def start_world(device: str = "auto", *, replicas: int = 1, needs_mesh: bool = True) -> World:
     """Join the process group that torchrun describes, or start as a single rank without torchrun.
 
-    A process group that is there already is used as it is.
+    A process group that is there already is used as it is. COLLECTIVE_TIMEOUT_SECONDS in the environment is how long a
+    collective may wait for a rank; without it, torch's default.
 
     Args:
         device: "cuda" (NCCL, one GPU per local rank), "cpu" (gloo), or "auto": cuda where there is a GPU.
@@ -109,7 +111,9 @@ def start_world(device: str = "auto", *, replicas: int = 1, needs_mesh: bool = T
     if dist.is_initialized():
         pass
     elif "RANK" in os.environ:
-        dist.init_process_group(backend, device_id=device_id)
+        seconds = os.environ.get("COLLECTIVE_TIMEOUT_SECONDS")
+        timeout = timedelta(seconds=float(seconds)) if seconds else None
+        dist.init_process_group(backend, device_id=device_id, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
     if replicas == 1:

@@ -1,0 +1,229 @@
+"""Runs that are asked to end, runs whose rank is killed, and steps that are left out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
+
+import llama_finetune
+import pytest
+import torch
+from llama_support.config import Config
+from llama_support.errors import BadInput
+from llama_support.interrupts import SIGNALS, Interrupted, Interrupts
+from llama_support.progress import after_resume
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.pool import run_ranks
+from tests.recipes.inputs import ROOT, write_rows, write_tiny_model
+
+RECIPE = ROOT / "recipes" / "llama_finetune.py"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("inputs")
+    return {
+        "model": str(write_tiny_model(folder / "tiny")),
+        "data": str(write_rows(folder / "rows.jsonl")),
+        "sequence_length": 48,
+        "global_batch": 6,
+        "micro_batch": 2,
+        "steps": 6,
+        "warmup_steps": 2,
+        "lr": 1e-2,
+        "save_every": 4,
+        "evaluate_every": 0,
+        "validation_fraction": 0.1,
+        "sample_tokens": 0,
+        "device": "cpu",
+    }
+
+
+def _tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
+    target = run / f"state-{step}.pt"
+    dcp_to_torch_save(run / "checkpoints" / f"step-{step:08d}", target)
+    found: dict[str, torch.Tensor] = {}
+
+    def collect(value: Any, name: str) -> None:
+        if isinstance(value, torch.Tensor):
+            found[name] = value
+        elif isinstance(value, dict):
+            for key, inner in value.items():
+                collect(inner, f"{name}.{key}")
+
+    collect(torch.load(target, weights_only=False), "")
+    return found
+
+
+def _assert_same_state(first: Path, second: Path, step: int) -> None:
+    a, b = _tensors(first, step), _tensors(second, step)
+    assert a.keys() == b.keys()
+    assert a
+    for name, value in a.items():
+        assert torch.equal(value, b[name]), name
+
+
+@contextmanager
+def _at_step(step: int, act: Any) -> Iterator[None]:
+    """Call `act(model)` between the backward pass of the step and the clipping."""
+    clip_gradients, steps = llama_finetune.clip_gradients, iter(range(1, 10**6))
+
+    def act_and_clip(model: torch.nn.Module, largest_norm: float) -> float:
+        act(next(steps), model)
+        return clip_gradients(model, largest_norm)
+
+    llama_finetune.clip_gradients = act_and_clip
+    try:
+        yield
+    finally:
+        llama_finetune.clip_gradients = clip_gradients
+
+
+def _train_and_signal(values: dict[str, Any], rank_asked: int, step_asked: int, number: int) -> tuple[str, bool]:
+    """Train; the rank sends itself a signal in a step after its losses are summed, so that it counts in the next."""
+    interrupts = Interrupts()
+    before = {kind: signal.getsignal(kind) for kind in SIGNALS}
+
+    def act(step: int, model: torch.nn.Module) -> None:
+        if torch.distributed.get_rank() == rank_asked and step == step_asked:
+            os.kill(os.getpid(), number)
+
+    try:
+        interrupts.listen()
+        with _at_step(step_asked, act):
+            llama_finetune.train(Config(**values), interrupts)
+    except Interrupted as ended:
+        return str(ended), interrupts.asked
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+    return "trained to the end", interrupts.asked
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_to_one_rank_saves_the_same_step_on_all(
+    inputs: dict[str, Any], tmp_path: Path, number: signal.Signals
+) -> None:
+    whole, parts = {**inputs, "output": str(tmp_path / "whole")}, {**inputs, "output": str(tmp_path / "parts")}
+    assert run_ranks(2, _train_and_signal, whole, -1, 0, number) == [("trained to the end", False)] * 2
+    told = "interrupted: step 3 of 6 is saved; the same command goes on"
+    assert run_ranks(2, _train_and_signal, parts, 1, 2, number) == [(told, False), (told, True)]
+    assert sorted(path.name for path in (tmp_path / "parts" / "checkpoints").glob("step-*")) == ["step-00000003"]
+    assert run_ranks(2, _train_and_signal, parts, -1, 0, number) == [("trained to the end", False)] * 2
+    _assert_same_state(tmp_path / "whole", tmp_path / "parts", 6)
+
+
+def test_a_signal_in_the_last_step_changes_nothing(inputs: dict[str, Any], tmp_path: Path) -> None:
+    values = {**inputs, "steps": 2, "output": str(tmp_path)}
+    asked = run_ranks(2, _train_and_signal, values, 0, 2, signal.SIGTERM)
+    assert asked == [("trained to the end", True), ("trained to the end", False)]
+
+
+def _train_with_bad_gradients(values: dict[str, Any], steps: list[int]) -> str | None:
+    def act(step: int, model: torch.nn.Module) -> None:
+        if step in steps and torch.distributed.get_rank() == 1:
+            for parameter in model.parameters():
+                gradient = parameter.grad
+                assert gradient is not None
+                gradient.to_local().view(-1)[:1] = float("inf")  # type: ignore[attr-defined]
+
+    try:
+        with _at_step(0, act):
+            llama_finetune.train(Config(**values))
+    except BadInput as error:
+        return str(error)
+    return None
+
+
+def test_single_skips_pass_and_repeated_ones_stop(inputs: dict[str, Any], tmp_path: Path) -> None:
+    values = {**inputs, "steps": 8, "save_every": 1, "keep_last": 9, "output": str(tmp_path)}
+    assert run_ranks(2, _train_with_bad_gradients, {**values, "steps": 5}, [2, 4, 5]) == [None, None]
+    before, after = _tensors(tmp_path, 1), _tensors(tmp_path, 2)
+    weights = [name for name in before if name.startswith(".model.")]
+    assert weights
+    assert all(torch.equal(before[name], after[name]) for name in weights)
+    told = run_ranks(2, _train_with_bad_gradients, {**values, "resume": "3"}, [2, 3, 4])
+    assert told[0] == told[1]
+    assert "step 7, after 2 that were left out, has loss" in str(told[0])
+    assert "the last good checkpoint is step 3" in str(told[0])
+
+
+def test_a_finished_run_is_not_begun_anew_by_a_restart() -> None:
+    saved = {"first": 0, "steps": 6}
+    assert after_resume(6, saved, Config(steps=6)).last == 12
+    assert after_resume(6, saved, Config(steps=6), same_launch=True).last == 6
+    assert after_resume(3, saved, Config(steps=6), same_launch=True).last == 6
+
+
+def _options(values: dict[str, Any]) -> list[str]:
+    return [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def _wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+    metrics = run / "metrics.jsonl"
+    while not (metrics.exists() and f'"step": {step}' in metrics.read_text()):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def _start(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("launcher", "number", "code"),
+    [
+        ([sys.executable], signal.SIGINT, 130),
+        ([sys.executable], signal.SIGTERM, 143),
+        (
+            [sys.executable, str(ROOT / "launch" / "ranks.py"), "--standalone", "--nproc-per-node", "2"],
+            signal.SIGTERM,
+            143,
+        ),
+    ],
+)
+def test_exit_code_of_a_run_that_was_asked_to_end(
+    inputs: dict[str, Any], tmp_path: Path, launcher: list[str], number: signal.Signals, code: int
+) -> None:
+    values = {**inputs, "steps": 2000, "save_every": 0, "output": str(tmp_path)}
+    process = _start([*launcher, str(RECIPE), *_options(values)])
+    _wait_for_step(tmp_path, 2, process)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == code, errors
+    assert "Traceback" not in errors
+    assert "is saved; the same command goes on" in errors
+    [saved] = (tmp_path / "checkpoints").glob("step-*")
+    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == saved.name
+
+
+@pytest.mark.full
+def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(inputs: dict[str, Any], tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    values = {**inputs, "steps": 12, "save_every": 3}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "--max-restarts", "2", str(RECIPE)]
+    subprocess.run([*command, *_options({**values, "output": str(whole)})], env=ENVIRONMENT, check=True, timeout=200)
+    process = _start([*command, *_options({**values, "output": str(killed)})])
+    _wait_for_step(killed, 5, process)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ranks = [int(pid) for pid in children if b"llama_finetune.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(ranks[1], signal.SIGKILL)
+    output, errors = process.communicate(timeout=250)
+    assert process.returncode == 0, errors
+    assert "from step 3 to 12" in output
+    _assert_same_state(whole, killed, 12)
