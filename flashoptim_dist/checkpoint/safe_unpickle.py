@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from flashoptim_dist.checkpoint.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 
@@ -58,9 +58,31 @@ def load_metadata(data: bytes, file: str) -> Metadata:
         DamagedCheckpointError: it is no pickle of DCP metadata.
     """
     metadata = _guarded(file, lambda: _MetadataUnpickler(io.BytesIO(data)).load())
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+    if not isinstance(metadata, Metadata) or not isinstance(getattr(metadata, "state_dict_metadata", None), dict):
         raise DamagedCheckpointError(f"{file} holds no DCP metadata")
+    try:
+        whole = all(_is_whole(entry) for entry in metadata.state_dict_metadata.values()) and all(
+            isinstance(place.offset, int) and isinstance(place.length, int) and min(place.offset, place.length) >= 0
+            for place in (metadata.storage_data or {}).values()
+        )
+    except (AttributeError, TypeError, ValueError):  # a pickle may leave out fields, or fill them with anything
+        whole = False
+    if not whole:
+        raise DamagedCheckpointError(f"{file} is damaged: it holds incomplete DCP metadata")
     return metadata
+
+
+def _is_whole(entry: Any) -> bool:
+    """Return whether an entry's description has all its fields."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return isinstance(entry, BytesStorageMetadata)
+    lengths = {len(entry.size)} | {len(part) for chunk in entry.chunks for part in (chunk.offsets, chunk.sizes)}
+    numbers = [*entry.size, *(n for chunk in entry.chunks for part in (chunk.offsets, chunk.sizes) for n in part)]
+    return (
+        isinstance(entry.properties.dtype, torch.dtype)
+        and len(lengths) == 1
+        and all(isinstance(number, int) and number >= 0 for number in numbers)
+    )
 
 
 def load_object(data: bytes, file: str, key: str) -> Any:

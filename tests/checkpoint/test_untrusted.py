@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from flashoptim_dist import checkpoint
-from flashoptim_dist.checkpoint import CheckpointError, UnsafeCheckpointError
+from flashoptim_dist.checkpoint import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 from flashoptim_dist.checkpoint.safe_unpickle import load_metadata, load_object
 from tests.checkpoint.models import build, flash, steps
 from tests.pool import run_ranks
@@ -110,6 +110,46 @@ def test_a_file_outside_the_checkpoint_is_refused(saved: Path, name: str) -> Non
     metadata.storage_data[index] = replace(metadata.storage_data[index], relative_path=name)
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
     assert f"refers to {name!r}, which is no file of this checkpoint" in _load(saved)
+
+
+def _without_a_field(metadata: Any) -> None:
+    del metadata.state_dict_metadata["model.up.weight"].__dict__["properties"]
+
+
+def _with_a_word_for_a_size(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.up.weight"].size = "large"
+
+
+def _with_a_chunk_of_other_dimensions(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.up.weight"].chunks[0].sizes = torch.Size([3])
+
+
+def _with_something_else_for_an_entry(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.up.weight"] = "x"
+
+
+def _with_a_negative_offset(metadata: Any) -> None:
+    index = next(iter(metadata.storage_data))
+    metadata.storage_data[index] = replace(metadata.storage_data[index], offset=-5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _without_a_field,
+        _with_a_word_for_a_size,
+        _with_a_chunk_of_other_dimensions,
+        _with_something_else_for_an_entry,
+        _with_a_negative_offset,
+    ],
+)
+def test_incomplete_metadata_is_told_with_its_file(saved: Path, change: Callable[[Any], None]) -> None:
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    change(metadata)
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    net = build("single")
+    with pytest.raises(DamagedCheckpointError, match=f"{saved / '.metadata'} is damaged: it holds incomplete"):
+        checkpoint.load(saved, net, flash(net))
 
 
 def _load_on_ranks(path: str) -> str:
