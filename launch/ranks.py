@@ -1,7 +1,8 @@
 """torchrun, with an ending a person can read: `python launch/ranks.py TORCHRUN-ARGUMENTS SCRIPT ARGUMENTS`.
 
 torchrun answers every failure of a rank with its own traceback and exit code 1. Here exit code 2, which the recipes
-give to bad input after one line that names it, stays 2 with nothing added; any other failure gets one line.
+give to bad input after one line that names it, stays 2 with nothing added; any other failure gets one line. A signal to
+this process goes on to the ranks, which save; the code is then 128 + its number: the run is not finished.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
 
@@ -28,6 +30,9 @@ def main() -> int:
         how = f"exit code {first.exitcode}" if first.exitcode >= 0 else signal.Signals(-first.exitcode).name
         advice = "started again with --resume auto it goes on from its last checkpoint"
         print(f"rank {rank} ended with {how}, and with it the run; {advice}", file=sys.stderr)
+        return 1
+    except RendezvousError as failed:
+        print(f"the nodes did not meet, or lost each other: {failed}", file=sys.stderr)
         return 1
     except SignalException as ended:
         return 128 + int(ended.sigval)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .errors import BadInput
+from .meeting import agent_keeps_store, fresh_store
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,16 @@ def start_world(device: str = "auto", *, replicas: int = 1, needs_mesh: bool = T
     if dist.is_initialized():
         pass
     elif "RANK" in os.environ:
-        seconds = os.environ.get("COLLECTIVE_TIMEOUT_SECONDS")
-        timeout = timedelta(seconds=float(seconds)) if seconds else None
-        dist.init_process_group(backend, device_id=device_id, timeout=timeout)
+        given = os.environ.get("COLLECTIVE_TIMEOUT_SECONDS")
+        seconds = float(given) if given else None
+        dist.init_process_group(
+            backend,
+            store=fresh_store(seconds) if agent_keeps_store() else None,
+            rank=int(os.environ["RANK"]),
+            world_size=ranks,
+            device_id=device_id,
+            timeout=None if seconds is None else timedelta(seconds=seconds),
+        )
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
     if replicas == 1:
