@@ -19,7 +19,7 @@ def agent_keeps_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def fresh_store(seconds: float | None) -> dist.Store:
+def fresh_store(rank: int, seconds: float | None = None) -> dist.Store:
     """A store that no earlier start of these ranks has written to. All ranks must call.
 
     torchrun keeps one store over all restarts (torch 2.11 and 2.13), and with it the addresses of ranks that are gone:
@@ -27,6 +27,7 @@ def fresh_store(seconds: float | None) -> dist.Store:
     a store of its own and leaves its address; who finds an old address tries again.
 
     Args:
+        rank: of the caller.
         seconds: longest wait for rank 0, and of the store's own operations; None: 10 minutes.
 
     Raises:
@@ -35,7 +36,7 @@ def fresh_store(seconds: float | None) -> dist.Store:
     seconds = _DEFAULT_SECONDS if seconds is None else seconds
     host, timeout = os.environ["MASTER_ADDR"], timedelta(seconds=seconds)
     agents = dist.TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
-    if os.environ["RANK"] == "0":
+    if rank == 0:
         own = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
         name = uuid.uuid4().hex
         own.set(_KEY, name)
@@ -49,7 +50,7 @@ def fresh_store(seconds: float | None) -> dist.Store:
             store.set_timeout(timeout)
             return store
         time.sleep(0.1)
-    raise TimeoutError(f"rank {os.environ['RANK']} found no rank 0 at {host} within {seconds:.0f} seconds")
+    raise TimeoutError(f"rank {rank} found no rank 0 at {host} within {seconds:.0f} seconds")
 
 
 def _store_of(host: str, port: int, name: str) -> dist.TCPStore | None:

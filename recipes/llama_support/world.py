@@ -114,10 +114,11 @@ def start_world(device: str = "auto", *, replicas: int = 1, needs_mesh: bool = T
     elif "RANK" in os.environ:
         given = os.environ.get("COLLECTIVE_TIMEOUT_SECONDS")
         seconds = float(given) if given else None
+        rank = int(os.environ["RANK"])
         dist.init_process_group(
             backend,
-            store=fresh_store(seconds) if agent_keeps_store() else None,
-            rank=int(os.environ["RANK"]),
+            store=fresh_store(rank, seconds) if agent_keeps_store() else None,
+            rank=rank,
             world_size=ranks,
             device_id=device_id,
             timeout=None if seconds is None else timedelta(seconds=seconds),

@@ -142,6 +142,8 @@ def test_the_manifest_agrees_with_itself_and_with_the_script(manifest: dict[str,
     )
     assert int(port) == container["ports"][0]["containerPort"]
     assert pod["terminationGracePeriodSeconds"] > int(given["GRACE"])
+    [rule] = job["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"]["containerName"] == container["name"]
     script, recipe, *_ = container["command"]
     assert (ROOT / script).is_file()
     assert (ROOT / recipe).is_file()
