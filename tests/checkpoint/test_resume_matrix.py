@@ -239,6 +239,7 @@ def test_a_slice_of_the_cases(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_everything_loads_everywhere(tmp_path: Path) -> None:
     columns = _run_matrix(tmp_path, CONFIGURATIONS)
@@ -253,6 +254,7 @@ def test_everything_loads_everywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_what_else_may_change(tmp_path: Path) -> None:
     cases = _run_cases(tmp_path, PAIRS)
