@@ -99,6 +99,9 @@ def test_a_killed_rank_loses_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("world_size", "seed"), [(1, 1), (2, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("world_size", "seed"),
+    [pytest.param(1, 1, marks=pytest.mark.long), (2, 2), pytest.param(3, 3, marks=pytest.mark.long)],
+)
 def test_fifty_killed_saves_lose_nothing(tmp_path: Path, world_size: int, seed: int) -> None:
     _kill_often(tmp_path / "run", times=50, world_size=world_size, seed=seed)
