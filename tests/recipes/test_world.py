@@ -54,7 +54,7 @@ def _read(alike: bool) -> str:
     world = start_world("cpu")
     fingerprint = "same" if alike else f"of rank {dist.get_rank()}"
     try:
-        check_same_data(Data(loader=None, validation=[], fingerprint=fingerprint, summary=""), world)  # type: ignore[arg-type]
+        check_same_data(Data(loader=None, validation=[], sample=None, fingerprint=fingerprint, summary=""), world)  # type: ignore[arg-type]
     except BadInput as error:
         return str(error)
     return ""
