@@ -61,6 +61,13 @@ def _parameter(data: Any, *_: Any) -> Any:
     return data
 
 
+def _bytes(text: Any, encoding: Any = "latin1") -> bytes:
+    """Rebuild bytes as pickle's older protocols write them: as text."""
+    if encoding != "latin1" or not isinstance(text, str):
+        raise NeedsTorchLoad("an encoded text")
+    return text.encode("latin1")
+
+
 class _Unpickler(pickle.Unpickler):
     """Rebuilds containers, numbers and references to tensors; asks for anything else are refused."""
 
@@ -70,6 +77,7 @@ class _Unpickler(pickle.Unpickler):
             ("torch", "Size"): tuple,
             ("torch._utils", "_rebuild_tensor_v2"): _Reference,
             ("torch._utils", "_rebuild_parameter"): _parameter,
+            ("_codecs", "encode"): _bytes,
         }
         if (module, name) in known:
             return known[module, name]

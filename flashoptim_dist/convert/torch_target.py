@@ -59,7 +59,7 @@ def _write(target: Path, result: Result, overwrite: bool, progress: Progress) ->
 
 def _nested(result: Result) -> dict[str, Any]:
     tensors = [pair for unit in result.units for pair in unit.tensors()]
-    # Random states hold numpy's, which torch.load reads with weights_only=False alone.
+    # Random states may hold numpy's, which torch.load reads with weights_only=False alone.
     nested = nest([*tensors, *(pair for pair in result.objects if pair[0][0] != RNG)])
     model = nested.get(MODEL, {})
     for alias, name in result.aliases.items():
