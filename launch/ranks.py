@@ -7,20 +7,30 @@ this process goes on to the ranks, which save; the code is then 128 + its number
 
 from __future__ import annotations
 
+import functools
 import logging
 import signal
 import sys
 
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher import api as launcher
 from torch.distributed.run import parse_args, run
+
+_SECONDS_FOR_OTHER_NODES = 30
 
 
 def main() -> int:
     """Run the ranks to their end; the exit code is 0, 2 for bad input, 128 + signal if ended by one, or 1."""
     # These repeat each rank's exit code, which the line below tells.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    # An agent whose ranks have ended waits for the agents of the other nodes: 5 minutes, deaf to signals, for one that
+    # left on a signal of its own. The ranks of all nodes leave together, so far less is enough. torchrun has no option.
+    launcher.LocalElasticAgent = functools.partial(  # type: ignore[misc, assignment]
+        LocalElasticAgent, exit_barrier_timeout=_SECONDS_FOR_OTHER_NODES
+    )
     try:
         run(parse_args(sys.argv[1:]))
     except ChildFailedError as failed:
