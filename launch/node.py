@@ -30,11 +30,12 @@ def main() -> int:
     try:
         for name, least in (("restarts", 0), ("timeout", 1), ("join", 1), ("grace", 0)):
             _number(name, getattr(options, name), least)
-        ranks = _ranks(options.ranks)
-        is_host = _meeting(options.nodes, options.endpoint, options.id, int(options.join))
+        endpoint = _meeting(options.nodes, options.endpoint, options.id)
         interface = interface_of(options.address) if options.address else ""
         for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
             _check_interface(variable, os.environ.get(variable, ""))
+        ranks = _ranks(options.ranks)  # takes seconds, as it imports torch
+        is_host = endpoint is None or _hosts(*endpoint, int(options.join))
     except Wrong as wrong:
         print(f"torchrun: {socket.gethostname()}: {wrong}", file=sys.stderr)
         return 2
@@ -68,23 +69,26 @@ def _ranks(text: str) -> int:
     return ranks
 
 
-def _meeting(nodes: str, endpoint: str, run: str, seconds: int) -> bool:
-    """Whether this node is to host the rendezvous. Raises Wrong for nodes that could not meet within the seconds."""
+def _meeting(nodes: str, endpoint: str, run: str) -> tuple[str, int] | None:
+    """Host and port where the nodes meet; None for a single node. Raises Wrong for what cannot be."""
     if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", nodes):
         raise Wrong(f"--nodes is {nodes!r}; it must be a number, or a range such as 2:4")
     low, high = (int(part) for part in (nodes.split(":") * 2)[:2])
     if low > high:
         raise Wrong(f"--nodes {nodes}: the smaller number comes first")
     if nodes == "1":
-        return True
+        return None
     if not endpoint:
         raise Wrong("more than one node needs --endpoint HOST[:PORT], the node where all meet, the same on all")
     if not run:
         raise Wrong("more than one node needs --id NAME, the same on all, and of this run alone")
     host, _, port_text = endpoint.partition(":")
-    port = _number("endpoint's port", port_text, 1) if port_text else _PORT
-    found = _addresses(host, port, seconds)
-    return any(_is_free_here(family, address) for family, address in found)
+    return host, _number("endpoint's port", port_text, 1) if port_text else _PORT
+
+
+def _hosts(host: str, port: int, seconds: int) -> bool:
+    """Whether this node is to host the rendezvous at the endpoint."""
+    return any(_is_free_here(family, address) for family, address in _addresses(host, port, seconds))
 
 
 def _addresses(host: str, port: int, seconds: int) -> list[tuple[int, object]]:

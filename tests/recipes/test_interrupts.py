@@ -110,7 +110,7 @@ def _train_and_signal(values: dict[str, Any], rank_asked: int, step_asked: int, 
     return "trained to the end", interrupts.asked
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_a_signal_to_one_rank_saves_the_same_step_on_all(
     inputs: dict[str, Any], tmp_path: Path, number: signal.Signals
 ) -> None:
