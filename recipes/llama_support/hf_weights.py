@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from flashoptim_dist.checkpoint import CheckpointError
+from flashoptim_dist.convert import safetensors_folder
+from flashoptim_dist.convert.safetensors_folder import INDEX_NAME, StoredTensor
 from flashoptim_dist.formats import canonical_name
 
 from .errors import BadInput
 
-INDEX_NAME = "model.safetensors.index.json"
 _DTYPES = {"F64", "F32", "F16", "BF16"}
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """What a safetensors header says of one tensor."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
 
 
 def check_weights(folder: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -61,23 +52,10 @@ def check_weights(folder: Path, expected: Mapping[str, tuple[int, ...]]) -> None
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors that a safetensors file announces. BadInput where the file is unreadable or cut short."""
-    way_out = "the file is damaged or its download was not finished; download it again"
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > size - 8:
-                raise BadInput(f"{path} ends within its header ({size} bytes); {way_out}")
-            header: dict[str, Any] = json.loads(file.read(length))
-    except OSError as error:
-        raise BadInput(f"cannot read {path} ({error.strerror or error}); {way_out}") from error
-    except ValueError as error:
-        raise BadInput(f"{path} has no readable safetensors header; {way_out}") from error
-    header.pop("__metadata__", None)
-    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if size < end:
-        raise BadInput(f"{path} holds {size} of {end} bytes; {way_out}")
-    return {name: StoredTensor(path, tuple(entry["shape"]), entry["dtype"]) for name, entry in header.items()}
+        return safetensors_folder.read_header(path)
+    except CheckpointError as error:
+        raise BadInput(str(error)) from error
 
 
 def read_into_shards(folder: Path, parameters: dict[str, Tensor]) -> None:
