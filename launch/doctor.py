@@ -254,21 +254,22 @@ def abilities(checks: list[Check], gpus: Gpus, torch: Any) -> list[Ability]:
     ]
     library = ("torch", "flashoptim_dist")
     recipe = (*library, "packages of [recipes]")
-    on_gpu = ("GPUs", "CUDA in torch")
+    library_on_gpu = ("GPUs", *library, "CUDA in torch")
+    recipe_on_gpu = ("GPUs", *recipe, "CUDA in torch")
     found.append(needs("optimizers and checkpoints, in pure PyTorch", *library))
-    fused = needs("fused Triton kernels", *library, *on_gpu, "triton", "C compiler")
+    fused = needs("fused Triton kernels", *library_on_gpu, "triton", "C compiler")
     if fused.runs and gpus.capability < TRITON_CAPABILITY:
         needed = ".".join(str(part) for part in TRITON_CAPABILITY)
         fix = "use a newer card (A100, L4, H100, RTX 30 and later), or --device cpu"
         fused = Ability(fused.what, False, f"Triton needs compute capability {needed} or more", fix)
     found.append(fused)
     found.append(needs("recipes/llama_finetune.py on CPUs", *recipe))
-    found.append(needs("recipes/llama_finetune.py on a GPU", *recipe, *on_gpu, "triton", "C compiler"))
-    several = needs("training over several GPUs of this node", *recipe, *on_gpu, "NCCL")
+    found.append(needs("recipes/llama_finetune.py on a GPU", *recipe_on_gpu, "triton", "C compiler"))
+    several = needs("training over several GPUs of this node", *recipe_on_gpu, "NCCL")
     if several.runs and gpus.usable < 2:
         several = Ability(several.what, False, "there is one GPU", "a machine with more, or launch/torchrun on several")
     found.append(several)
-    single = needs("full fine-tuning of Llama 8B on one GPU", *recipe, *on_gpu, "triton", "C compiler")
+    single = needs("full fine-tuning of Llama 8B on one GPU", *recipe_on_gpu, "triton", "C compiler")
     if single.runs and gpus.gib < SINGLE_GPU_8B_GIB:
         fix = "shard it over several GPUs (launch/torchrun), or take a card of 80 GB"
         single = Ability(single.what, False, f"{gpus.gib:.0f} GiB; it needs {SINGLE_GPU_8B_GIB}", fix)
