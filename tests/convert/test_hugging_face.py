@@ -77,8 +77,7 @@ def _fine_tuned(tmp_path: Path, **changes: Any) -> tuple[Path, LlamaForCausalLM,
     return checkpoint.save(tmp_path / "trained", model, optimizer), model, optimizer
 
 
-@pytest.mark.parametrize("shard", ["5GB", "40KB"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("shard", "tied"), [("5GB", False), ("40KB", True)])
 def test_fp32_weights_come_and_go_bit_for_bit_with_32_bit_masters(tmp_path: Path, shard: str, tied: bool) -> None:
     folder, model = _hf_folder(tmp_path / "hf", shard, tie_word_embeddings=tied)
     assert (folder / "model.safetensors.index.json").exists() == (shard == "40KB")

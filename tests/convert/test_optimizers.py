@@ -160,7 +160,7 @@ def _load_sharded(directory: str, kind: str) -> dict[str, Tensor]:
     return gathered(net, optimizer)
 
 
-@pytest.mark.parametrize("placement", ["fsdp", "shard1"])
+@pytest.mark.parametrize("placement", ["fsdp", pytest.param("shard1", marks=pytest.mark.full)])
 def test_a_sharded_checkpoint_converts_in_one_process_and_loads_on_any(tmp_path: Path, placement: str) -> None:
     saved = run_ranks(2, _save_sharded, str(tmp_path / "ours"), placement)[0]
     convert(tmp_path / "ours", tmp_path / "adamw", "adamw")
@@ -286,8 +286,8 @@ def test_parameter_groups_keep_their_options(tmp_path: Path) -> None:
     "options",
     [
         {"master_weight_bits": 32},
-        {"master_weight_bits": None},
-        {"quantize": False},
+        pytest.param({"master_weight_bits": None}, marks=pytest.mark.full),
+        pytest.param({"quantize": False}, marks=pytest.mark.full),
         {"rounding": "nearest", "seed": 5},
     ],
     ids=str,
