@@ -128,13 +128,16 @@ def _offloaded(policy: bool, release: bool) -> tuple[dict[str, dict[str, Tensor]
         nonlocal norm
         norm = fod.clip_grad_norm_(optimizer, 0.1)
 
-    train(model, optimizer, range(2), before_step=None if release else clip)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    train(model, optimizer, range(2), scheduler=scheduler, before_step=None if release else clip)
     return everything(model, optimizer), float(norm)
 
 
 @pytest.mark.parametrize("release", [False, True])
-def test_d43_cpu_offload_policy(release: bool) -> None:
-    """Parameters, gradients and states on the CPU: steps, clipping and release as without."""
+def test_b18_d43_cpu_offload_policy(release: bool) -> None:
+    """Parameters, gradients and states on the CPU: steps, clipping and release as without; ao#959, ao PR 1649: with a
+    frozen parameter and a scheduler.
+    """
     on, off = (run_ranks(2, _offloaded, policy, release) for policy in (True, False))
     for (state, norm), (expected, expected_norm) in zip(on, off, strict=True):
         assert norm == expected_norm
