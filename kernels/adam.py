@@ -11,11 +11,12 @@ from flashoptim_dist.kernels.device import (
     GROUP,
     HASH_STRIDE,
     bf16_of,
+    bits_of,
     contain_weight,
     decode_momentum,
-    decode_root_variance,
+    decode_variance,
     encode_momentum,
-    encode_root_variance,
+    encode_variance,
     fast_reciprocal,
     fast_sqrt,
     float_of,
@@ -23,8 +24,9 @@ from flashoptim_dist.kernels.device import (
     merge_weight,
     momentum_scale_bits,
     noise_words,
-    root_scale_bits,
     split_weight,
+    variance_lattice,
+    variance_word,
 )
 from flashoptim_dist.kernels.layout import (
     BETA1,
@@ -45,7 +47,6 @@ from flashoptim_dist.kernels.layout import (
     NOISE,
     ONE_MINUS_BETA1,
     ONE_MINUS_BETA2,
-    ROOT_BETA2,
     ROTATION,
     ROW_LENGTH,
     SCALAR_COLUMNS,
@@ -62,8 +63,8 @@ from flashoptim_dist.kernels.layout import (
 from flashoptim_dist.kernels.tile import general_noise, group_positions, locate_group, segment_pointer, strided_offsets
 
 _INFINITY = tl.constexpr(float("inf"))
-# Tiles with sqrt(v) of 2**51 and more are rare. A gradient whose square overflows makes it 2**64 sqrt(1 - beta2).
-_RARITY = tl.constexpr(2.0**77)
+# Tiles with v of 2**102 and more are rare. A gradient whose square overflows makes it 2**128 (1 - beta2).
+_RARITY = tl.constexpr(2.0**26)
 
 
 @triton.jit
@@ -77,7 +78,7 @@ def _compressed_update(
     vs,
     beta1,
     to_momentum,
-    root_beta2,
+    beta2,
     to_variance,
     inverse_correction2,
     eps,
@@ -89,7 +90,8 @@ def _compressed_update(
     HAS_L2: tl.constexpr,
     GUARDED: tl.constexpr,
 ):
-    """(weight, momentum, sqrt(variance), their scales before rounding), fp32, from what is stored and the gradient.
+    """(weight, momentum, variance, pattern of the variance's scale), fp32 and int32, from what is stored and the
+    gradient.
 
     GUARDED is for tiles that are rare: it reads stale corrections right, keeps elements that are not finite out of
     the scales (momentum 0, variance the group's largest), freezes elements whose squared gradient overflows, and
@@ -99,28 +101,33 @@ def _compressed_update(
     if HAS_L2:
         g = g * factor + w * l2
     if GUARDED:
-        # The product, not the root, decides: the root reaches further than the square.
+        # The product, not v, decides: v may be finite where it is not.
         square = g * g if HAS_L2 else (g * factor) * (g * factor)
-    m = tl.fma(g, to_momentum + tl.zeros_like(g), decode_momentum(m, ms * (beta1 * (1.0 / 16129.0))))
-    root = decode_root_variance(v, vs * (root_beta2 * (1.0 / 65025.0)))
+    base, unit, _ = variance_lattice(vs)
+    negative_v, twice_momentum_unit = decode_variance(v, base, unit)
+    m = decode_momentum(m, ms * (beta1 * (0.5 / 16129.0))) * twice_momentum_unit
+    m = tl.fma(g, to_momentum + tl.zeros_like(g), m)
     g = g * to_variance
-    root = fast_sqrt(tl.fma(g, g, root * root))
+    v = tl.fma(g, g, negative_v * -beta2)
     if GUARDED:
-        root = tl.where(square == _INFINITY, _INFINITY, root)
+        v = tl.where(square == _INFINITY, _INFINITY, v)
+    root = fast_sqrt(v)
     denominator = tl.fma(root, inverse_correction2 + tl.zeros_like(root), eps + tl.zeros_like(root))
     w = tl.fma(m * -step_size, fast_reciprocal(denominator), w * decay)
     if GUARDED:
-        # A negative root marks an element that is not finite, so that no mask has to live on.
-        root = tl.where((tl.abs(m) < _INFINITY) & (root < _INFINITY), root, -1.0)
-        m = tl.where(root >= 0.0, m, 0.0)
+        # A negative v marks an element that is not finite, so that no mask has to live on.
+        v = tl.where((tl.abs(m) < _INFINITY) & (v < _INFINITY), v, -1.0)
+        m = tl.where(v >= 0.0, m, 0.0)
         w = contain_weight(w, BITS)
-    m_scale = tl.max(tl.abs(m), axis=1, keep_dims=True)
-    v_scale = tl.max(root, axis=1, keep_dims=True)
+    largest = tl.max(v, axis=1, keep_dims=True)
     if GUARDED:
-        v_scale = tl.maximum(v_scale, 0.0)
-        largest = float_of(root_scale_bits(v_scale))
-        root = tl.where(root >= 0.0, tl.minimum(root, largest), largest)
-    return w, m, root, m_scale, v_scale
+        largest = tl.maximum(largest, 0.0)
+    below_smallest = tl.min((bits_of(v) - 1).to(tl.uint32, bitcast=True), axis=1, keep_dims=True)
+    word = variance_word(largest, below_smallest.to(tl.int32, bitcast=True))
+    if GUARDED:
+        top = float_of((word >> 3) << 19)
+        v = tl.where(v >= 0.0, tl.minimum(v, top), top)
+    return w, m, v, word
 
 
 @triton.jit
@@ -146,7 +153,7 @@ def _pointers(
     m_ptr = segment_pointer(segment, MOMENT_0, m_dtype, narrow if QUANTIZED else wide)
     v_ptr = segment_pointer(segment, MOMENT_1, v_dtype, narrow if QUANTIZED else wide)
     ms_ptr = segment_pointer(segment, SCALE_0, tl.bfloat16, 2)
-    vs_ptr = segment_pointer(segment, SCALE_1, tl.bfloat16, 2)
+    vs_ptr = segment_pointer(segment, SCALE_1, tl.int16, 2)  # the pattern of a bf16
     return p_ptr, g_ptr, e_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr
 
 
@@ -155,7 +162,7 @@ def _scalars(row_of_scalars):
     """The scalars of ``_compressed_update``, in its order."""
     beta1 = tl.load(row_of_scalars + BETA1)
     to_momentum = tl.load(row_of_scalars + GRADIENT_TO_MOMENTUM)
-    root_beta2 = tl.load(row_of_scalars + ROOT_BETA2)
+    beta2 = tl.load(row_of_scalars + BETA2)
     to_variance = tl.load(row_of_scalars + GRADIENT_TO_VARIANCE)
     inverse_correction2 = tl.load(row_of_scalars + INVERSE_CORRECTION2)
     eps = tl.load(row_of_scalars + EPS)
@@ -163,7 +170,7 @@ def _scalars(row_of_scalars):
     decay = tl.load(row_of_scalars + DECAY)
     l2 = tl.load(row_of_scalars + L2)
     factor = tl.load(row_of_scalars + FACTOR)
-    return beta1, to_momentum, root_beta2, to_variance, inverse_correction2, eps, step_size, decay, l2, factor
+    return beta1, to_momentum, beta2, to_variance, inverse_correction2, eps, step_size, decay, l2, factor
 
 
 @triton.jit
@@ -183,7 +190,7 @@ def _step_rare_group(
     p_ptr, g_ptr, e_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr = _pointers(
         segment, WEIGHT_DTYPE, GRADIENT_DTYPE, BITS, True, GENERAL
     )
-    beta1, to_momentum, root_beta2, to_variance, inverse_correction2, eps, step_size, decay, l2, factor = _scalars(
+    beta1, to_momentum, beta2, to_variance, inverse_correction2, eps, step_size, decay, l2, factor = _scalars(
         row_of_scalars
     )
     p_offset, g_offset, offset, mask, exists, first_noise = locate_group(segment, index, GENERAL)
@@ -196,22 +203,24 @@ def _step_rare_group(
     m = tl.load(m_ptr + offset, mask=mask, other=0)
     v = tl.load(v_ptr + offset, mask=mask, other=0)
     ms = tl.load(ms_ptr + group, mask=exists, other=0.0).to(tl.float32)
-    vs = tl.load(vs_ptr + group, mask=exists, other=0.0).to(tl.float32)
-    w, m, root, m_scale, v_scale = _compressed_update(
-        p, g, e, m, ms, v, vs, beta1, to_momentum, root_beta2, to_variance, inverse_correction2, eps, step_size,
+    vs = tl.load(vs_ptr + group, mask=exists, other=0).to(tl.int32)
+    w, m, v, word = _compressed_update(
+        p, g, e, m, ms, v, vs, beta1, to_momentum, beta2, to_variance, inverse_correction2, eps, step_size,
         decay, l2, factor, BITS, HAS_L2, True,
     )  # fmt: skip
     lane = tl.arange(0, GROUP)[None, :]
     words = lane
     if STOCHASTIC:
         words = noise_words(lane, first_noise, rotation)
-    m_scale_bits = momentum_scale_bits(m_scale)
-    v_scale_bits = root_scale_bits(v_scale)
+    base, unit, shift = variance_lattice(word)
+    v_code, inverse = encode_variance(v, base, unit, shift, words if STOCHASTIC else rotation)
+    m = m * inverse
+    m_scale_bits = momentum_scale_bits(tl.max(tl.abs(m), axis=1, keep_dims=True))
     p_new, correction = split_weight(w, words, WEIGHT_DTYPE, BITS, STOCHASTIC)
     tl.store(ms_ptr + group, bf16_of(m_scale_bits), mask=exists)
-    tl.store(vs_ptr + group, bf16_of(v_scale_bits), mask=exists)
+    tl.store(vs_ptr + group, word.to(tl.int16), mask=exists)
     tl.store(m_ptr + offset, encode_momentum(m, float_of(m_scale_bits), words, STOCHASTIC), mask=mask)
-    tl.store(v_ptr + offset, encode_root_variance(root, float_of(v_scale_bits), words, STOCHASTIC), mask=mask)
+    tl.store(v_ptr + offset, v_code, mask=mask)
     tl.store(p_ptr + p_offset, p_new, mask=mask)
     if BITS > 0:
         tl.store(e_ptr + offset, correction.to(tl.int16 if BITS == 16 else tl.int8), mask=mask)
@@ -245,7 +254,7 @@ def adam_kernel(
     correction_dtype: tl.constexpr = tl.int16 if BITS == 16 else tl.int8
     noise = tl.load(segment + NOISE).to(tl.int32)
 
-    beta1, to_momentum, root_beta2, to_variance, inverse_correction2, eps, step_size, decay, l2, factor = _scalars(
+    beta1, to_momentum, beta2, to_variance, inverse_correction2, eps, step_size, decay, l2, factor = _scalars(
         row_of_scalars
     )
     rotation = tl.load(row_of_scalars + ROTATION).to(tl.int32, bitcast=True)
@@ -289,24 +298,25 @@ def adam_kernel(
         # Update, encode and store.
         if QUANTIZED:
             ms = tl.load(ms_ptr + group, mask=group_mask, other=0.0 if GENERAL else None).to(tl.float32)
-            vs = tl.load(vs_ptr + group, mask=group_mask, other=0.0 if GENERAL else None).to(tl.float32)
-            w, m, root, m_scale, v_scale = _compressed_update(
-                p, g, e, m, ms, v, vs, beta1, to_momentum, root_beta2, to_variance, inverse_correction2, eps, step_size,
+            vs = tl.load(vs_ptr + group, mask=group_mask, other=0 if GENERAL else None).to(tl.int32)
+            w, m, v, word = _compressed_update(
+                p, g, e, m, ms, v, vs, beta1, to_momentum, beta2, to_variance, inverse_correction2, eps, step_size,
                 decay, l2, factor, BITS, HAS_L2, False,
             )  # fmt: skip
-            if is_rare(w, v_scale * _RARITY):
+            if is_rare(w, float_of(word << 16) * _RARITY):
                 for position in range(groups):
                     _step_rare_group(
                         segment, row_of_scalars, block.to(tl.int64) * groups + position, rotation,
                         WEIGHT_DTYPE, GRADIENT_DTYPE, BITS, STOCHASTIC, HAS_L2, GENERAL,
                     )  # fmt: skip
             else:
-                m_scale_bits = momentum_scale_bits(m_scale)
-                v_scale_bits = root_scale_bits(v_scale)
+                base, unit, shift = variance_lattice(word)
+                v_code, inverse = encode_variance(v, base, unit, shift, words if STOCHASTIC else rotation)
+                m = m * inverse
+                m_scale_bits = momentum_scale_bits(tl.max(tl.abs(m), axis=1, keep_dims=True))
                 tl.store(ms_ptr + group, bf16_of(m_scale_bits), mask=group_mask)
-                tl.store(vs_ptr + group, bf16_of(v_scale_bits), mask=group_mask)
+                tl.store(vs_ptr + group, word.to(tl.int16), mask=group_mask)
                 m_code = encode_momentum(m, float_of(m_scale_bits), words, STOCHASTIC)
-                v_code = encode_root_variance(root, float_of(v_scale_bits), words, STOCHASTIC)
                 tl.store(m_ptr + offset, m_code, mask=mask)
                 tl.store(v_ptr + offset, v_code, mask=mask)
                 p_new, correction = split_weight(w, words, WEIGHT_DTYPE, BITS, STOCHASTIC)

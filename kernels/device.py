@@ -23,8 +23,10 @@ _HASH_MULTIPLIER = tl.constexpr(0x85EBCA77)
 _SIGN = tl.constexpr(-(1 << 31))
 _LARGEST_BF16 = tl.constexpr(3.3895313892515355e38)
 _LARGEST_BF16_BITS = tl.constexpr(0x7F7F0000)
-# The largest scale of sqrt(v): the largest bf16 whose square is finite in fp32.
-_LARGEST_ROOT_BITS = tl.constexpr(0x5F7F0000)
+# The variance's lattice; see ``formats.moments``.
+_FINEST_SHIFT = tl.constexpr(14)
+_COARSEST_SHIFT = tl.constexpr(20)
+_LARGEST_TOP = tl.constexpr(0xFDE)
 _FP32_INFINITY_BITS = tl.constexpr(0x7F800000)
 _FP32_NAN_BITS = tl.constexpr(0x7FC00000)
 # Reciprocals of smaller scales overflow. A momentum below 2**-112 moves no weight; its codes go to 0.
@@ -65,6 +67,15 @@ def fast_reciprocal(x):
         )
     else:
         return 1.0 / x
+
+
+@triton.jit
+def _opaque(x):
+    """int32 x, as a value that the compiler knows nothing of, so that it leaves sums and products with it together."""
+    if _COMPILED:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        return x
 
 
 @triton.jit
@@ -114,14 +125,6 @@ def momentum_scale_bits(largest):
 
 
 @triton.jit
-def root_scale_bits(largest):
-    """Pattern (int32, low half zero) of the scale of groups whose largest sqrt(v) is given; saturates as the format
-    says.
-    """
-    return tl.minimum((bits_of(largest) + 0xFFFF) & -65536, _LARGEST_ROOT_BITS)
-
-
-@triton.jit
 def bf16_of(pattern):
     """bf16 values of int32 patterns whose low half is to be dropped."""
     return (pattern >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -135,10 +138,35 @@ def decode_momentum(code, factor):
 
 
 @triton.jit
-def decode_root_variance(code, factor):
-    """sqrt(v) from uint8 codes, times what the caller folded into ``factor``: scale * (1/255**2) * anything."""
-    y = code.to(tl.float32)
-    return y * y * factor
+def variance_lattice(word):
+    """(base, unit, shift) of groups from the int32 pattern of their bf16 scale: code c stands for the v of pattern
+    base + c * unit, unit = 1 << shift.
+    """
+    shift = (word & 7) + 14
+    unit = 1 << shift
+    top = (word >> 3) << 19
+    return tl.maximum(((top + unit - 1) & -unit) - 255 * unit, 0), unit, shift
+
+
+@triton.jit
+def decode_variance(code, base, unit):
+    """(-v, twice the momentum's unit) from uint8 codes."""
+    # The sign makes the exponent of twice the unit without an operation of its own, and goes when -v is multiplied.
+    pattern = code.to(tl.int32) * _opaque(unit) + _opaque(base | _SIGN)
+    twice_momentum_unit = float_of((pattern >> 1) & 0x7F800000)
+    return float_of(tl.where(code == 0, 0, pattern)), twice_momentum_unit
+
+
+@triton.jit
+def variance_word(largest, below_smallest):
+    """Pattern (int32) of the scale of groups from the largest v and from the smallest pattern above 0 less one, which
+    is -1 where there is none.
+    """
+    top = tl.minimum((bits_of(largest) + 0x7FFFF) >> 19, _LARGEST_TOP)
+    units = ((top << 5) - (below_smallest >> 14)).to(tl.float32)
+    exponent = bits_of(units * (1.0 / 253.0)) >> 23
+    shift = tl.minimum(tl.maximum(exponent - 112, _FINEST_SHIFT), _COARSEST_SHIFT)
+    return (top << 3) + shift - _FINEST_SHIFT
 
 
 @triton.jit
@@ -157,19 +185,16 @@ def encode_momentum(m, scale, words, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
-def encode_root_variance(root, scale, words, STOCHASTIC: tl.constexpr):
-    """uint8 codes of sqrt(v) within its group's scale, given in fp32; at least 3 where root > 0."""
-    # 255**2, less the largest error of the operations below: a code above 255 could be rounded up to 256, which is 0.
-    factor = fast_reciprocal(tl.maximum(scale, _SMALLEST_DIVISOR)) * 65024.97
-    code = fast_sqrt(root * factor)
-    code = tl.where(root > 0.0, tl.maximum(code, 3.0), 0.0)
-    if STOCHASTIC:
-        # Adding 256 leaves the code in fixed point with 15 fraction bits in the mantissa.
-        noise = (words.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)
-        fixed = (bits_of(code + 256.0) << 1) + noise
-        return (fixed >> 16).to(tl.uint8)
-    else:
-        return bits_of(code + 12582912.0).to(tl.uint8)
+def encode_variance(v, base, unit, shift, words):
+    """(uint8 codes, inverse of the momentum's unit) of v within its group's lattice.
+
+    ``words``: of the elements, or one for all where codes are rounded to nearest.
+    """
+    noise = (words.to(tl.uint32, bitcast=True) >> (32 - shift).to(tl.uint32)).to(tl.int32, bitcast=True)
+    pattern = tl.maximum(bits_of(v) + noise, base + unit)
+    pattern = tl.where(v == 0.0, base, pattern)
+    inverse = float_of(((pattern >> 1) & 0x3F800000) ^ 0x3F800000)
+    return ((pattern - base) >> shift).to(tl.uint8), inverse
 
 
 # ---------------------------------------------------------------- weights
@@ -232,13 +257,10 @@ def split_weight(w, words, WEIGHT_DTYPE: tl.constexpr, BITS: tl.constexpr, STOCH
     """
     if tl.float32 == WEIGHT_DTYPE:
         return w, words
+    elif BITS == 0 and STOCHASTIC:
+        return round_weight(w, words, WEIGHT_DTYPE), words
     elif BITS == 0:
-        if tl.bfloat16 == WEIGHT_DTYPE and not _COMPILED:
-            # Triton's interpreter truncates where the GPU rounds.
-            pattern = tl.where(w == w, bits_of(w), _FP32_NAN_BITS)
-            return bf16_of(pattern + 0x7FFF + ((pattern >> 16) & 1)), words
-        else:
-            return w.to(WEIGHT_DTYPE), words
+        return nearest_weight(w, WEIGHT_DTYPE), words
     elif tl.bfloat16 == WEIGHT_DTYPE:
         pattern = bits_of(w)
         if BITS == 16:
@@ -251,6 +273,35 @@ def split_weight(w, words, WEIGHT_DTYPE: tl.constexpr, BITS: tl.constexpr, STOCH
             return bf16_of(pattern + 0x8000), pattern >> 8
     else:
         return split_fp16(w, words, BITS, STOCHASTIC)
+
+
+@triton.jit
+def nearest_weight(w, WEIGHT_DTYPE: tl.constexpr):
+    """16-bit weights nearest to fp32 ones."""
+    if tl.bfloat16 == WEIGHT_DTYPE and not _COMPILED:
+        # Triton's interpreter truncates where the GPU rounds.
+        pattern = tl.where(w == w, bits_of(w), _FP32_NAN_BITS)
+        return bf16_of(pattern + 0x7FFF + ((pattern >> 16) & 1))
+    else:
+        return w.to(WEIGHT_DTYPE)
+
+
+@triton.jit
+def round_weight(w, words, WEIGHT_DTYPE: tl.constexpr):
+    """16-bit weights of fp32 ones, rounded up or down by chance; finite ones stay finite. Any w."""
+    noise = ((words & 0xFF) << 8) | ((words >> 8) & 0xFF)
+    size = bits_of(w) & 0x7FFFFFFF
+    sign = (bits_of(w) >> 16) & 0x8000
+    if tl.bfloat16 == WEIGHT_DTYPE:
+        pattern = tl.minimum((size + noise) >> 16, 0x7F7F)
+    else:
+        noise = noise >> 3
+        scaled = tl.minimum(float_of(size), 2.0**-14) * (2.0**37)
+        small = (bits_of(scaled + 8388608.0) & 0xFFFFFF) + noise
+        normal = size - (112 << 23) + noise
+        pattern = tl.minimum(tl.where(size >= (113 << 23), normal, small) >> 13, 0x7BFF)
+    rounded = (pattern | sign).to(tl.int16).to(WEIGHT_DTYPE, bitcast=True)
+    return tl.where(size < _FP32_INFINITY_BITS, rounded, nearest_weight(w, WEIGHT_DTYPE))
 
 
 @triton.jit

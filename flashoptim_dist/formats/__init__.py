@@ -10,7 +10,15 @@ from flashoptim_dist.formats.groups import (
     to_groups,
     to_rows,
 )
-from flashoptim_dist.formats.moments import decode_momentum, decode_variance, encode_momentum, encode_variance
+from flashoptim_dist.formats.moments import (
+    decode_moments,
+    decode_momentum,
+    decode_variance,
+    encode_moments,
+    encode_momentum,
+    encode_variance,
+    momentum_unit,
+)
 from flashoptim_dist.formats.rounding import canonical_name, noise_key, noise_words, parameter_id
 from flashoptim_dist.formats.spec import (
     FORMAT_NAME,
@@ -21,7 +29,7 @@ from flashoptim_dist.formats.spec import (
     FormatSpec,
     Rounding,
 )
-from flashoptim_dist.formats.weights import correction_bits, correction_dtype, merge, split
+from flashoptim_dist.formats.weights import correction_bits, correction_dtype, merge, round_stochastically, split
 
 __all__ = [
     "FORMAT_NAME",
@@ -34,17 +42,21 @@ __all__ = [
     "canonical_name",
     "correction_bits",
     "correction_dtype",
+    "decode_moments",
     "decode_momentum",
     "decode_variance",
+    "encode_moments",
     "encode_momentum",
     "encode_variance",
     "from_groups",
     "groups_per_row",
     "is_quantized_shape",
     "merge",
+    "momentum_unit",
     "noise_key",
     "noise_words",
     "parameter_id",
+    "round_stochastically",
     "row_length",
     "rows_are_flattened",
     "scale_shape",

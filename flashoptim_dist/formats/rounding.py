@@ -6,9 +6,13 @@ by a golden-ratio step every optimizer step, so that over the steps of one eleme
 than fresh random bits would be (0.7 of their error). Because only the global index enters, the bits do not depend on
 the world size or the placement, and replicas stay identical.
 
-One 32-bit word per element holds three disjoint fields: bits 0-7 for the weight, 8-15 for the momentum, 16-31 for the
-variance. One 32-bit addition of ``step * ROTATION`` advances all three: the low 8, 16 and 32 bits of ROTATION are
-each odd and near the golden ratio of their range, so each field sees a golden-ratio sequence of its own.
+One 32-bit word per element holds three fields: bits 0-7 for the weight, 8-15 for the momentum, and for the variance,
+which drops k = 14 to 20 bits, the k highest. (Where k > 16 the last of those are the momentum's first: they weigh less
+than 2**-16 of the variance's unit.) One 32-bit addition of ``step * ROTATION`` advances all: the low 8, 16 and 32 bits
+of ROTATION are each odd and near the golden ratio of their range: each field sees a golden-ratio sequence of its own.
+
+With rounding="nearest" the weight and the momentum go to nearest. The variance is rounded by one word for all elements,
+``step * ROTATION``: a true nearest would let it stall, as it moves by less than half a unit per step.
 
 All words live in int32 tensors with wrap-around arithmetic. Indices enter modulo 2**32: elements 2**32 apart share
 noise, which harms nothing.
@@ -28,9 +32,6 @@ ROTATION = 0x9E379E9D
 
 WEIGHT_NOISE_BITS = 8
 MOMENTUM_NOISE_BITS = 8
-VARIANCE_NOISE_BITS = 16
-VARIANCE_FRACTION_BITS = 15
-"""What an fp32 mantissa holds beside a code below 256; the 16th noise bit decides between two such fractions."""
 
 _MASK32 = 0xFFFFFFFF
 _WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -102,14 +103,19 @@ def weight_noise(words: Tensor) -> Tensor:
     return words & 0xFF
 
 
+def plain_weight_noise(words: Tensor) -> Tensor:
+    """Return the noise of a weight without correction, int32 in [0, 65535]: the weight's field, then the momentum's."""
+    return ((words & 0xFF) << 8) | ((words >> 8) & 0xFF)
+
+
 def momentum_noise(words: Tensor) -> Tensor:
     """Return the momentum field of noise words: int32 in [0, 255]."""
     return (words >> 8) & 0xFF
 
 
-def variance_noise(words: Tensor) -> Tensor:
-    """Return the variance field of noise words: int32 in [0, 65535]."""
-    return (words >> 16) & 0xFFFF
+def leading_bits(words: Tensor, count: Tensor) -> Tensor:
+    """Return the ``count`` highest bits of noise words, int32 in [0, 2**count - 1]; count 1 to 31, broadcast."""
+    return (words >> (32 - count)) & ((1 << count) - 1)
 
 
 def round_momentum(code: Tensor, noise: Tensor | None) -> Tensor:
@@ -121,11 +127,3 @@ def round_momentum(code: Tensor, noise: Tensor | None) -> Tensor:
         return torch.round(code)
     fixed = torch.round(code * 256.0).to(torch.int32)
     return ((fixed + noise) >> MOMENTUM_NOISE_BITS).to(torch.float32)
-
-
-def round_variance(code: Tensor, noise: Tensor | None) -> Tensor:
-    """Round variance codes in [0, 255] to integers: half to even, or with ``noise`` in [0, 65535]. Returns fp32."""
-    if noise is None:
-        return torch.round(code)
-    fixed = torch.round(code * float(1 << VARIANCE_FRACTION_BITS)).to(torch.int32)
-    return ((fixed * 2 + noise) >> VARIANCE_NOISE_BITS).to(torch.float32)

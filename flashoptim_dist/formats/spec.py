@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 FORMAT_NAME = "fd1"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 GROUP_SIZE = 32
 """Consecutive elements of one row of the global tensor that share one scale."""
@@ -17,12 +17,10 @@ GROUP_SIZE = 32
 MOMENTUM_LEVELS = 127
 """Largest magnitude of a momentum code (int8)."""
 
-VARIANCE_LEVELS = 255
-"""Largest variance code (uint8)."""
-
-VARIANCE_FLOOR = 3
-"""Smallest code of a variance above zero. A code c stands for sqrt(v) = s (c/255)^2, so 3 is 1.4e-4 of the largest: the
-finest step of the momentum code, (1/127)^2 = 6e-5, over it stays below one half, and no quotient m/sqrt(v) explodes."""
+FINEST_SHIFT, COARSEST_SHIFT = 14, 20
+"""Bits of an fp32 pattern that a variance code drops, at least and at most: 9 to 3 mantissa bits stay. The coarsest
+reaches over 31 octaves of v, a factor of 50,000 between the gradients of a group; a still coarser one would follow
+elements whose gradient stopped long ago down to nothing, at the cost of their mates' precision."""
 
 Rounding = Literal["nearest", "stochastic"]
 ROUNDINGS: tuple[str, ...] = ("nearest", "stochastic")

@@ -11,6 +11,9 @@ Algorithm 1) written in integers: no float arithmetic, hence exact and the ident
 zero of either sign, subnormals, ties and binade edges included. 16 + b bits of the fp32 pattern survive; b = 16 is
 lossless.
 
+A 16-bit weight without correction (b = 0) is rounded stochastically in the same way, with 16 random bits, or converted
+to nearest as torch does.
+
 fp16 weights use the fp16 pattern extended by b mantissa bits in the same way (exponents rebiased, fp16 subnormals as
 multiples of 2**(-24-b)). A finite value saturates below Inf; a non-finite weight has correction 0; where a stale
 negative correction lies under a zero weight, the decoded magnitude is 0.
@@ -27,6 +30,8 @@ _FP16_SMALLEST_NORMAL = 2.0**-14
 
 CORRECTION_DTYPES = {8: torch.int8, 16: torch.int16}
 """Storage of a correction by its number of bits."""
+
+_LARGEST = {torch.bfloat16: 0x7F7F, torch.float16: 0x7BFF}
 
 SPLIT_DTYPES = (torch.bfloat16, torch.float16)
 """Weight dtypes that take a correction; fp32 weights need none."""
@@ -62,17 +67,29 @@ def split(
     if stochastic is not None and stochastic != (noise is not None):
         raise ValueError("stochastic=True needs noise and stochastic=False takes none")
     pattern = master.contiguous().view(torch.int32)
-    magnitude = pattern & 0x7FFFFFFF
-    finite = magnitude < _FP32_INFINITY
-    extended = _extend_bf16(magnitude, bits, noise) if dtype == torch.bfloat16 else _extend_fp16(master, bits, noise)
+    finite = (pattern & 0x7FFFFFFF) < _FP32_INFINITY
     half = 1 << (bits - 1)
-    largest = (0x7F7F if dtype == torch.bfloat16 else 0x7BFF) << bits
-    extended = extended.clamp(max=largest + half - 1)
+    extended = _extend(master, dtype, bits, noise, 8).clamp(max=(_LARGEST[dtype] << bits) + half - 1)
     rounded = (extended + half) >> bits
     correction = extended - (rounded << bits)
     weight = (rounded | ((pattern >> 16) & 0x8000)).to(torch.int16).view(dtype)
     weight = torch.where(finite, weight, master.to(dtype))
     return weight, torch.where(finite, correction, 0).to(correction_dtype(bits))
+
+
+def round_stochastically(master: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
+    """Round fp32 values to 16-bit weights that have no correction, up or down by chance: right in the mean.
+
+    Args:
+        master: fp32, any shape. Finite values stay finite.
+        dtype: torch.bfloat16 or torch.float16.
+        noise: int32 in [0, 65535], same shape.
+    """
+    pattern = master.contiguous().view(torch.int32)
+    finite = (pattern & 0x7FFFFFFF) < _FP32_INFINITY
+    rounded = _extend(master, dtype, 0, noise, 16).clamp(max=_LARGEST[dtype])
+    weight = (rounded | ((pattern >> 16) & 0x8000)).to(torch.int16).view(dtype)
+    return torch.where(finite, weight, master.to(dtype))
 
 
 def merge(weight: Tensor, correction: Tensor | None) -> Tensor:
@@ -90,28 +107,24 @@ def merge(weight: Tensor, correction: Tensor | None) -> Tensor:
     return torch.where(torch.isfinite(weight), value, weight.to(torch.float32))
 
 
-def _extend_bf16(magnitude: Tensor, bits: int, noise: Tensor | None) -> Tensor:
-    dropped = 16 - bits
-    if dropped == 0:
-        return magnitude
-    unit = 1 << (dropped - 1) if noise is None else noise >> (8 - dropped)
-    # The addition may carry a finite pattern into Inf's; the caller's clamp takes it back.
-    return (magnitude + unit) >> dropped
-
-
-def _extend_fp16(master: Tensor, bits: int, noise: Tensor | None) -> Tensor:
+def _extend(master: Tensor, dtype: torch.dtype, bits: int, noise: Tensor | None, noise_bits: int) -> Tensor:
+    """Return T, int32: magnitude bits of ``dtype`` and ``bits`` more; ``noise`` has ``noise_bits``."""
     magnitude = master.contiguous().view(torch.int32) & 0x7FFFFFFF
-    size = master.abs()
-    dropped = 13 - bits
+    dropped = (16 if dtype == torch.bfloat16 else 13) - bits
+    unit: Tensor | int = 0
+    if dropped > 0:
+        unit = 1 << (dropped - 1) if noise is None else noise >> (noise_bits - dropped)
+    if dtype == torch.bfloat16:
+        # The addition may carry a finite pattern into Inf's; the caller's clamp takes it back.
+        return (magnitude + unit) >> dropped
+    small_size = master.abs().clamp(max=_FP16_SMALLEST_NORMAL)
     if dropped <= 0:
         normal = (magnitude - _FP16_REBIAS).clamp(max=(0x7BFF << 13) + 0x1FFF) << -dropped
-        small = torch.round(size.clamp(max=_FP16_SMALLEST_NORMAL) * 2.0 ** (24 + bits)).to(torch.int32)
+        small = torch.round(small_size * 2.0 ** (24 + bits)).to(torch.int32)
     else:
-        unit = 1 << (dropped - 1) if noise is None else noise >> (8 - dropped)
         normal = (magnitude - _FP16_REBIAS + unit) >> dropped
-        fixed = torch.round(size.clamp(max=_FP16_SMALLEST_NORMAL) * 2.0 ** (24 + bits + dropped)).to(torch.int32)
-        small = (fixed + unit) >> dropped
-    return torch.where(size >= _FP16_SMALLEST_NORMAL, normal, small)
+        small = (torch.round(small_size * 2.0 ** (24 + bits + dropped)).to(torch.int32) + unit) >> dropped
+    return torch.where(master.abs() >= _FP16_SMALLEST_NORMAL, normal, small)
 
 
 def _magnitude_of_fp16(extended: Tensor, bits: int) -> Tensor:

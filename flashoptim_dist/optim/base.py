@@ -236,10 +236,11 @@ class FlashOptimizer(MasterWeights, GradientScaling):
         entries, record = dict(state), self._record(parameter)
         if ERROR_BITS in entries and self._is_stale(parameter, record):
             entries[ERROR_BITS] = torch.zeros_like(entries[ERROR_BITS])
-        for moment in () if self.compress_state_dict else self.moment_specs:
-            if moment.scale_name in entries:
-                scale = local_tensor(entries.pop(moment.scale_name))
-                values = dequantize(local_tensor(entries[moment.name]), scale, record.layout, moment)
+        compressed = [moment for moment in self.moment_specs if moment.scale_name in entries]
+        if compressed and not self.compress_state_dict:
+            stored = [(local_tensor(entries[m.name]), local_tensor(entries.pop(m.scale_name))) for m in compressed]
+            decoded = dequantize(stored, [moment.signed for moment in compressed], record.layout)
+            for moment, values in zip(compressed, decoded, strict=True):
                 entries[moment.name] = like_parameter(values, parameter, record.layout.global_shape)
         return entries
 

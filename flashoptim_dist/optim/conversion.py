@@ -4,22 +4,14 @@ between widths.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from flashoptim_dist.formats import (
-    decode_momentum,
-    decode_variance,
-    encode_momentum,
-    encode_variance,
-    from_groups,
-    to_groups,
-)
-from flashoptim_dist.optim.state import MomentSpec
+from flashoptim_dist.formats import decode_moments, encode_moments, from_groups, to_groups
 from flashoptim_dist.sharding import ShardLayout, local_tensor
 
 
@@ -58,22 +50,36 @@ def _slice(value: Tensor, parameter: DTensor) -> DTensor:
     return distribute_tensor(value.to(device), parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-def quantize(values: Tensor, layout: ShardLayout, moment: MomentSpec) -> tuple[Tensor, Tensor]:
-    """Encode this rank's part of a floating moment to nearest; return codes and bf16 scales in their local shapes."""
-    encode = encode_momentum if moment.signed else encode_variance
-    rows = values.to(torch.float32).reshape(layout.rows, layout.length)
-    codes, scales = encode(to_groups(rows))
-    return (
-        from_groups(codes, layout.rows, layout.length).reshape(layout.local_shape),
-        scales.reshape(layout.scale_local_shape),
-    )
+def quantize(values: Sequence[Tensor], signed: Sequence[bool], layout: ShardLayout) -> list[tuple[Tensor, Tensor]]:
+    """Encode this rank's part of all moments of a parameter to nearest; codes and bf16 scales in their local shapes.
+
+    ``signed``: whether each is a momentum. Values that were decoded from codes stay as they are.
+    """
+    rows = [value.to(torch.float32).reshape(layout.rows, layout.length) for value in values]
+    return [
+        (
+            from_groups(codes, layout.rows, layout.length).reshape(layout.local_shape),
+            scales.reshape(layout.scale_local_shape),
+        )
+        for codes, scales in encode_moments([to_groups(row) for row in rows], signed)
+    ]
 
 
-def dequantize(codes: Tensor, scales: Tensor, layout: ShardLayout, moment: MomentSpec) -> Tensor:
-    """Decode this rank's part of a compressed moment to fp32, in its local shape."""
-    decode = decode_momentum if moment.signed else decode_variance
-    groups = decode(to_groups(codes.reshape(layout.rows, layout.length)), scales.reshape(-1))
-    return from_groups(groups, layout.rows, layout.length).reshape(layout.local_shape)
+def dequantize(
+    stored: Sequence[tuple[Tensor, Tensor]],
+    signed: Sequence[bool],
+    layout: ShardLayout,
+    decode: Callable[..., Sequence[Tensor]] = decode_moments,
+) -> list[Tensor]:
+    """Decode this rank's part of all moments of a parameter, codes and scales, to fp32 in their local shapes.
+
+    ``decode``: of the version of the number format that they are in.
+    """
+    grouped = [(to_groups(codes.reshape(layout.rows, layout.length)), scales.reshape(-1)) for codes, scales in stored]
+    return [
+        from_groups(groups, layout.rows, layout.length).reshape(layout.local_shape)
+        for groups in decode(grouped, signed)
+    ]
 
 
 def convert_correction(correction: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,22 +12,21 @@ from torch import Tensor
 
 from flashoptim_dist.formats import (
     GROUP_SIZE,
-    decode_momentum,
-    decode_variance,
-    encode_momentum,
-    encode_variance,
+    decode_moments,
+    encode_moments,
     merge,
+    round_stochastically,
     split,
 )
 from flashoptim_dist.formats.rounding import (
     HASH_STRIDE,
     as_int32,
-    momentum_noise,
+    plain_weight_noise,
     rotation,
     scramble,
-    variance_noise,
     weight_noise,
 )
+from flashoptim_dist.formats.weights import SPLIT_DTYPES
 from flashoptim_dist.optim.blocks import Block, MomentTensors
 from flashoptim_dist.optim.rules import Rule, contain_overflow
 
@@ -39,11 +38,8 @@ def step_block(block: Block, rule: Rule) -> None:
     gradient = block.gradient.to(torch.float32)
     if block.gradient_factor != 1.0:
         gradient = gradient * block.gradient_factor
-    master, after = rule(master, gradient, tuple(map(load_moment, block.moments)), block.scalars)
-    if block.compressed:
-        after = contain_overflow(after)
-    for moment, value in zip(block.moments, after, strict=True):
-        store_moment(moment, value, words)
+    master, after = rule(master, gradient, load_moments(block.moments), block.scalars)
+    store_moments(block, after, words)
     store_weight(block, master, words)
 
 
@@ -59,33 +55,38 @@ def block_noise(block: Block) -> Tensor | None:
     return scramble(x.view(-1), rotation(block.step))
 
 
-def load_moment(moment: MomentTensors) -> Tensor:
-    """Return a moment's fp32 values."""
-    if moment.scale is None:
-        return moment.values
-    decode = decode_momentum if moment.signed else decode_variance
-    return decode(moment.values.view(-1, GROUP_SIZE), moment.scale).view(-1)
+def load_moments(moments: tuple[MomentTensors, ...]) -> tuple[Tensor, ...]:
+    """Return the fp32 values of a block's moments."""
+    stored = [(moment.values.view(-1, GROUP_SIZE), moment.scale) for moment in moments if moment.scale is not None]
+    if not stored:
+        return tuple(moment.values for moment in moments)
+    return tuple(value.view(-1) for value in decode_moments(stored, [moment.signed for moment in moments]))
 
 
-def store_moment(moment: MomentTensors, value: Tensor, words: Tensor | None) -> None:
+def store_moments(block: Block, values: tuple[Tensor, ...], words: Tensor | None) -> None:
     """Store fp32 values; ``words``: noise words of the block, None to round to nearest."""
-    if moment.scale is None:
-        moment.values.copy_(value)
+    if not block.compressed:
+        for moment, value in zip(block.moments, values, strict=True):
+            moment.values.copy_(value)
         return
-    noise = None
-    if words is not None:
-        noise = (momentum_noise(words) if moment.signed else variance_noise(words)).view(-1, GROUP_SIZE)
-    codes, scale = (encode_momentum if moment.signed else encode_variance)(value.view(-1, GROUP_SIZE), noise)
-    moment.values.copy_(codes.view(-1))
-    moment.scale.copy_(scale)
+    grouped = [value.view(-1, GROUP_SIZE) for value in contain_overflow(values)]
+    words = None if words is None else words.view(-1, GROUP_SIZE)
+    stored = encode_moments(grouped, [moment.signed for moment in block.moments], words, rotation(block.step))
+    for moment, (codes, scale) in zip(block.moments, stored, strict=True):
+        moment.values.copy_(codes.view(-1))
+        assert moment.scale is not None
+        moment.scale.copy_(scale)
 
 
 def store_weight(block: Block, master: Tensor, words: Tensor | None) -> None:
     """Store fp32 master weights as a block's weight and correction."""
+    dtype = block.weight.dtype
     if block.correction is None:
+        if words is not None and dtype in SPLIT_DTYPES:
+            master = round_stochastically(master, dtype, plain_weight_noise(words))
         block.weight.copy_(master)
         return
     noise = None if words is None else weight_noise(words)
-    weight, correction = split(master, block.weight.dtype, block.correction.dtype.itemsize * 8, noise)
+    weight, correction = split(master, dtype, block.correction.dtype.itemsize * 8, noise)
     block.weight.copy_(weight)
     block.correction.copy_(correction)

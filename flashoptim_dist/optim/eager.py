@@ -20,17 +20,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashoptim_dist.formats import merge
+from flashoptim_dist.formats import GROUP_SIZE, encode_momentum, merge
 from flashoptim_dist.formats.exact import numpy_takes_roots, square_root
-from flashoptim_dist.formats.moments import LARGEST_MOMENTUM_SCALE, LARGEST_VARIANCE_SCALE
-from flashoptim_dist.formats.rounding import HASH_MULTIPLIER, HASH_SHIFTS, as_int32, rotation
-from flashoptim_dist.formats.spec import MOMENTUM_LEVELS, VARIANCE_FLOOR, VARIANCE_LEVELS
+from flashoptim_dist.formats.moments import (
+    LARGEST_MOMENTUM_SCALE,
+    LARGEST_TOP,
+    TOP_SHIFT,
+    lattice,
+    lattice_of,
+    pack,
+    shift_that_spans,
+    top_of,
+)
+from flashoptim_dist.formats.rounding import (
+    HASH_MULTIPLIER,
+    HASH_SHIFTS,
+    as_int32,
+    leading_bits,
+    momentum_noise,
+    rotation,
+)
+from flashoptim_dist.formats.spec import MOMENTUM_LEVELS
+from flashoptim_dist.formats.weights import SPLIT_DTYPES
 from flashoptim_dist.optim import definition
 from flashoptim_dist.optim.blocks import Block, MomentTensors
-from flashoptim_dist.optim.rules import Rule, contain_overflow
+from flashoptim_dist.optim.rules import Rule
 from flashoptim_dist.optim.scratch import Scratch, Views
-
-_SIGN = 0x80000000
 
 
 def _int32(value: int) -> Tensor:
@@ -44,17 +59,15 @@ def _float32(value: float) -> Tensor:
 _FIRST_SHIFT, _SECOND_SHIFT = map(_int32, HASH_SHIFTS)
 _FIRST_MASK, _SECOND_MASK = (_int32((1 << (32 - shift)) - 1) for shift in HASH_SHIFTS)
 _MULTIPLIER = _int32(HASH_MULTIPLIER)
-_SIGN_BIT, _LOW_16, _LOW_8, _HALF_16, _HALF_8 = map(_int32, (_SIGN, 0xFFFF, 0xFF, 0x8000, 0x80))
+_SIGN_BIT, _LOW_16, _LOW_8, _HALF_16, _HALF_8 = map(_int32, (0x80000000, 0xFFFF, 0xFF, 0x8000, 0x80))
 _EIGHT, _SIXTEEN = _int32(8), _int32(16)
 _TO_BF16_MASK, _SMALLEST_BF16 = _int32(-0x10000), _int32(0x10000)
 
-_MOMENTUM_UNIT, _VARIANCE_UNIT = _float32(1.0 / MOMENTUM_LEVELS), _float32(1.0 / VARIANCE_LEVELS)
-_MOMENTUM_LEVELS, _VARIANCE_LEVELS = _float32(MOMENTUM_LEVELS), _float32(VARIANCE_LEVELS)
-# With noise, codes are rounded to 1/256 and 1/32768 first.
-_MOMENTUM_FINE, _VARIANCE_FINE = _float32(MOMENTUM_LEVELS * 256.0), _float32(VARIANCE_LEVELS * 32768.0)
-_MOMENTUM_ROUNDER, _VARIANCE_ROUNDER = _float32(1.5 * 2**23), _float32(2.0**23)
-# The variance's noise arrives as noise - 2**15 (see _noise); half of what is missing, for the sum is doubled.
-_VARIANCE_FINE_ROUNDER = _float32(2.0**23 + 2.0**14)
+_ONE, _EXPONENT = _int32(1), _int32(0x3F800000)
+
+_MOMENTUM_UNIT, _MOMENTUM_LEVELS = _float32(1.0 / MOMENTUM_LEVELS), _float32(MOMENTUM_LEVELS)
+# With noise, codes are rounded to 1/256 first.
+_MOMENTUM_FINE, _MOMENTUM_ROUNDER = _float32(MOMENTUM_LEVELS * 256.0), _float32(1.5 * 2**23)
 
 
 def step_block(block: Block, rule: Rule, scratch: Scratch) -> None:
@@ -63,7 +76,7 @@ def step_block(block: Block, rule: Rule, scratch: Scratch) -> None:
     words = _noise(block, views) if needs_noise(block) else None
     master = load_master(block, views)
     gradient = load_gradient(block, views)
-    before = tuple(_load_moment(moment, views, number) for number, moment in enumerate(block.moments))
+    before = _load_moments(block, views)
     master, after = rule(master, gradient, before, scalar_tensors(block.scalars))
     # The gradient's memory is used again now.
     _store_moments(block, tuple(value.clone() if value is gradient else value for value in after), words, views)
@@ -72,12 +85,14 @@ def step_block(block: Block, rule: Rule, scratch: Scratch) -> None:
 
 def needs_noise(block: Block) -> bool:
     """Return whether anything that this block stores is rounded stochastically."""
-    return block.noise_start is not None and (block.compressed or corrects_stochastically(block))
+    return block.noise_start is not None and (block.compressed or rounds_weights_stochastically(block))
 
 
-def corrects_stochastically(block: Block) -> bool:
-    """Return whether the correction drops bits by noise: 16 bits of it hold all there is."""
-    return block.noise_start is not None and block.correction is not None and block.correction.dtype == torch.int8
+def rounds_weights_stochastically(block: Block) -> bool:
+    """Return whether the weight drops bits by noise: 16 bits of correction, or fp32, hold all there is."""
+    if block.noise_start is None or block.weight.dtype not in SPLIT_DTYPES:
+        return False
+    return block.correction is None or block.correction.dtype == torch.int8
 
 
 @lru_cache(maxsize=64)
@@ -95,7 +110,6 @@ def scalar_tensors(scalars: Any) -> Any:
 
 
 def _noise(block: Block, views: Views) -> Tensor:
-    """Return noise words with the highest bit flipped: shifted right by 16, they are the variance's noise - 2**15."""
     words, spare, start = views.words, views.spare, block.noise_start
     if isinstance(start, Tensor):
         torch.add(start, views.lanes, out=views.words_grouped)
@@ -105,17 +119,12 @@ def _noise(block: Block, views: Views) -> Tensor:
     torch.bitwise_right_shift(words, _FIRST_SHIFT, out=spare).bitwise_and_(_FIRST_MASK)
     words.bitwise_xor_(spare).mul_(_MULTIPLIER)
     torch.bitwise_right_shift(words, _SECOND_SHIFT, out=spare).bitwise_and_(_SECOND_MASK)
-    return words.bitwise_xor_(spare).add_(_rotation_and_sign(block.step))
+    return words.bitwise_xor_(spare).add_(_rotation(block.step))
 
 
 @lru_cache(maxsize=64)
-def _rotation_and_sign(step: int) -> Tensor:
-    return _int32(rotation(step) + _SIGN)
-
-
-def _plain(words: Tensor | None) -> Tensor | None:
-    """Return noise words as the definition has them."""
-    return None if words is None else words ^ _SIGN_BIT
+def _rotation(step: int) -> Tensor:
+    return _int32(rotation(step))
 
 
 # ------------------------------------------------------------------------------------------- weights
@@ -156,14 +165,14 @@ def load_gradient(block: Block, views: Views) -> Tensor:
 def store_master(block: Block, master: Tensor, words: Tensor | None, views: Views) -> None:
     """Store fp32 master weights, which are overwritten unless they are the weight itself.
 
-    ``words``: of :func:`_noise`, of which only the low 8 bits count; overwritten.
+    ``words``: of :func:`_noise`, of which only the low 16 bits count; overwritten.
     """
     correction = block.correction
-    if correction is None:
+    if correction is None and (words is None or block.weight.dtype not in SPLIT_DTYPES):
         if master is not block.weight:
             block.weight.copy_(master)
         return
-    if block.weight.dtype != torch.bfloat16 or not _ordinary(master):
+    if correction is None or block.weight.dtype != torch.bfloat16 or not _ordinary(master):
         definition.store_weight(block, master, words)
         return
     bits, spare = master.view(torch.int32), views.spare
@@ -179,38 +188,72 @@ def store_master(block: Block, master: Tensor, words: Tensor | None, views: View
 # ------------------------------------------------------------------------------------------- moments
 
 
-def _load_moment(moment: MomentTensors, views: Views, number: int) -> Tensor:
-    if moment.scale is None:
-        return moment.values
+def _load_moments(block: Block, views: Views) -> tuple[Tensor, ...]:
+    """Return the fp32 moments of a block: the tensors themselves, or in scratch memory."""
+    if not block.compressed:
+        return tuple(moment.values for moment in block.moments)
+    for number, moment in enumerate(block.moments):
+        if moment.signed:
+            _load_momentum(moment, views, number)
+    for number, moment in enumerate(block.moments):
+        if not moment.signed:
+            unit = _load_variance(moment, views, number)
+            for other, momentum in zip(block.moments, views.moments, strict=True):
+                if other.signed:
+                    momentum.mul_(unit)
+    return views.moments
+
+
+def _load_momentum(moment: MomentTensors, views: Views, number: int) -> None:
+    assert moment.scale is not None
     value = views.moments[number].copy_(moment.values)
-    views.largest[number].copy_(moment.scale)
-    if moment.signed:
-        value.mul_(_MOMENTUM_UNIT).mul_(torch.abs(value, out=views.spare_float))
-        views.moments_grouped[number].mul_(views.largest_grouped[number])
-        return value
-    value.mul_(_VARIANCE_UNIT).mul_(value)
-    views.moments_grouped[number].mul_(views.largest_grouped[number])
-    return value.mul_(value)
+    views.scales_grouped.copy_(moment.scale.view(-1, 1))
+    value.mul_(_MOMENTUM_UNIT).mul_(torch.abs(value, out=views.spare_float))
+    views.moments_grouped[number].mul_(views.scales_grouped)
+
+
+def _load_variance(moment: MomentTensors, views: Views, number: int) -> Tensor:
+    """Decode a variance; return the unit of the momentum, in scratch memory."""
+    assert moment.scale is not None
+    value, spare = views.moments[number], views.spare
+    bits, (base, shift) = value.view(torch.int32), lattice(moment.scale)
+    bits.copy_(moment.values)
+    bits.view(-1, GROUP_SIZE).bitwise_left_shift_(shift.unsqueeze(1)).add_(base.unsqueeze(1))
+    torch.bitwise_right_shift(bits, _ONE, out=spare).bitwise_and_(_EXPONENT).add_(_EXPONENT)
+    if int(moment.values.amin()) == 0:
+        bits.masked_fill_(moment.values == 0, 0)
+    return views.spare_float
 
 
 def _store_moments(block: Block, after: tuple[Tensor, ...], words: Tensor | None, views: Views) -> None:
-    # The variance comes first: where it overflowed, the momentum changes too.
-    for number in reversed(range(len(after))):
-        moment, value = block.moments[number], after[number]
-        if moment.scale is None:
+    if not block.compressed:
+        for moment, value in zip(block.moments, after, strict=True):
             if value is not moment.values:
                 moment.values.copy_(value)
-        elif not (_store_momentum if moment.signed else _store_variance)(moment, value, words, views):
-            contained = contain_overflow(after)
-            for other in range(number + 1):
-                definition.store_moment(block.moments[other], contained[other], _plain(words))
-            return
+        return
+    for moment, value in zip(block.moments, after, strict=True):
+        if not moment.signed:
+            if not _store_variance(moment, value, words, block.step, views):
+                definition.store_moments(block, after, words)
+                return
+            for other, momentum in zip(block.moments, after, strict=True):
+                if other.signed:
+                    momentum.mul_(views.size)  # 1 / unit
+    for moment, value in zip(block.moments, after, strict=True):
+        if moment.signed and not _store_momentum(moment, value, words, views):
+            noise = None if words is None else momentum_noise(words).view(-1, GROUP_SIZE)
+            codes, scale = encode_momentum(value.view(-1, GROUP_SIZE), noise)
+            assert moment.scale is not None
+            moment.values.copy_(codes.view(-1))
+            moment.scale.copy_(scale)
 
 
-def _divide_by_scale(moment: MomentTensors, views: Views, largest: int) -> bool:
-    """Store the scales of the magnitudes in ``size`` and divide by them; False where a scale is out of the ordinary."""
+def _store_momentum(moment: MomentTensors, value: Tensor, words: Tensor | None, views: Views) -> bool:
+    """Encode and store a momentum; return False, with nothing stored, where the definition must do it."""
+    size, bits, spare = views.size, views.size_bits, views.spare
+    torch.abs(value, out=size)
     groups = torch.amax(views.size_bits_grouped, dim=-1, out=views.groups)
-    if int(groups.max()) > largest << 16:
+    if int(groups.max()) > LARGEST_MOMENTUM_SCALE << 16:
         return False
     groups.add_(_LOW_16).bitwise_and_(_TO_BF16_MASK)
     assert moment.scale is not None
@@ -218,24 +261,10 @@ def _divide_by_scale(moment: MomentTensors, views: Views, largest: int) -> bool:
     # An all-zero group is divided by the smallest scale there is.
     torch.maximum(groups, _SMALLEST_BF16, out=groups)
     views.size_grouped.div_(views.scales_grouped)
-    return True
-
-
-def _take_root_of_size(views: Views) -> None:
-    """Replace ``size``, which is finite and >= 0, by its square root."""
     if numpy_takes_roots():
         np.sqrt(views.size_array, out=views.size_array)
     else:
-        square_root(views.size, out=views.size)
-
-
-def _store_momentum(moment: MomentTensors, value: Tensor, words: Tensor | None, views: Views) -> bool:
-    """Encode and store a momentum; return False, with nothing stored, where the definition must do it."""
-    size, bits, spare = views.size, views.size_bits, views.spare
-    torch.abs(value, out=size)
-    if not _divide_by_scale(moment, views, LARGEST_MOMENTUM_SCALE):
-        return False
-    _take_root_of_size(views)
+        square_root(size, out=size)
     size.mul_(_MOMENTUM_LEVELS if words is None else _MOMENTUM_FINE)
     bits.bitwise_or_(torch.bitwise_and(value.view(torch.int32), _SIGN_BIT, out=spare))
     size.add_(_MOMENTUM_ROUNDER)
@@ -248,23 +277,36 @@ def _store_momentum(moment: MomentTensors, value: Tensor, words: Tensor | None, 
     return True
 
 
-def _store_variance(moment: MomentTensors, value: Tensor, words: Tensor | None, views: Views) -> bool:
-    """Encode and store a variance; return False, with nothing stored, where the definition must do it."""
-    size, bits, spare, codes = views.size, views.size_bits, views.spare, moment.values
-    square_root(value, out=size)
-    smallest = float(size.amin())
-    # A NaN can have its sign set and then is no largest pattern; it is the minimum of floats in any case.
-    if math.isnan(smallest) or not _divide_by_scale(moment, views, LARGEST_VARIANCE_SCALE):
+def _store_variance(moment: MomentTensors, value: Tensor, words: Tensor | None, step: int, views: Views) -> bool:
+    """Encode and store a variance, and leave the inverse of the momentum's unit in ``size``; return False, with
+    nothing stored, where the definition must do it.
+    """
+    grouped = (-1, GROUP_SIZE)
+    bits, spare, rounded = value.view(torch.int32).view(grouped), views.spare.view(grouped), views.size_bits_grouped
+    largest, smallest = torch.amax(bits, dim=-1), torch.amin(bits, dim=-1)
+    least = int(smallest.min())
+    # A NaN can have its sign set.
+    if least < 0 or int(largest.max()) > LARGEST_TOP << TOP_SHIFT:
         return False
-    _take_root_of_size(views)
+    if least == 0:
+        # The smallest above zero: one less, as an unsigned number, 0 is the largest.
+        torch.sub(bits, _ONE, out=spare).bitwise_xor_(_SIGN_BIT)
+        smallest = torch.amin(spare, dim=-1).bitwise_xor_(_SIGN_BIT).add_(_ONE)
+    top = top_of(largest)
+    shift = shift_that_spans(top, smallest)
+    base, k = (part.unsqueeze(1) for part in lattice_of(top, shift))
+    unit = 1 << k
     if words is None:
-        size.mul_(_VARIANCE_LEVELS).add_(_VARIANCE_ROUNDER)
-        codes.copy_(bits)
+        torch.add(bits, leading_bits(_rotation(step), k), out=rounded)
     else:
-        size.mul_(_VARIANCE_FINE).add_(_VARIANCE_FINE_ROUNDER)
-        torch.bitwise_right_shift(words, _SIXTEEN, out=spare)
-        codes.copy_(spare.add_(bits, alpha=2).bitwise_right_shift_(_SIXTEEN))
-    codes.clamp_(min=VARIANCE_FLOOR)
-    if smallest == 0.0:
-        codes.mul_(views.bytes.copy_(torch.sign(value, out=size)))
+        torch.bitwise_right_shift(words.view(grouped), 32 - k, out=spare).bitwise_and_(unit - 1)
+        torch.add(bits, spare, out=rounded)
+    torch.maximum(rounded, base + unit, out=rounded)
+    if least == 0:
+        torch.where(bits == 0, base, rounded, out=rounded)
+    torch.sub(rounded, base, out=spare).bitwise_right_shift_(k)
+    moment.values.copy_(views.spare)
+    assert moment.scale is not None
+    moment.scale.copy_(pack(top, shift))
+    torch.sub(_EXPONENT, rounded.bitwise_right_shift_(_ONE).bitwise_and_(_EXPONENT), out=rounded)
     return True

@@ -1,9 +1,10 @@
-"""The two kernels of the compiled CPU step, through torch.compile.
+"""The kernels of the compiled CPU step, through torch.compile.
 
-The *update* decodes and applies the rule, leaving fp32 values and each group's largest in working memory; the *store*
-encodes those and splits the weight. Between them the weight changes from floats to integers by lying in memory: inside
-a kernel, torch.compile moves such numbers one by one. Numbers that change between steps come as tensors. The C++ is
-built without contraction to fused multiply-adds and without unsafe mathematics, which would change bits.
+The *update* decodes and applies the rule, leaving fp32 values in working memory; the *store* encodes the momentum and
+splits the weight. A variance is integers to its code: one more kernel decodes its patterns before the update, one
+encodes them after it. Between kernels numbers change from floats to integers by lying in memory: inside one,
+torch.compile moves such numbers one by one. Numbers that change between steps come as tensors. The C++ is built without
+contraction to fused multiply-adds and without unsafe mathematics, which would change bits.
 """
 
 from __future__ import annotations
@@ -17,14 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashoptim_dist.formats import decode_momentum, decode_variance
-from flashoptim_dist.formats.moments import LARGEST_MOMENTUM_SCALE, LARGEST_VARIANCE_SCALE
-from flashoptim_dist.formats.rounding import momentum_noise, scramble, variance_noise, weight_noise
-from flashoptim_dist.formats.spec import MOMENTUM_LEVELS, VARIANCE_FLOOR, VARIANCE_LEVELS
+from flashoptim_dist.formats import decode_momentum
+from flashoptim_dist.formats.moments import (
+    LARGEST_MOMENTUM_SCALE,
+    TOP_SHIFT,
+    lattice_of,
+    shift_that_spans,
+    top_of,
+)
+from flashoptim_dist.formats.rounding import leading_bits, momentum_noise, scramble, weight_noise
+from flashoptim_dist.formats.spec import COARSEST_SHIFT, FINEST_SHIFT, MOMENTUM_LEVELS
 from flashoptim_dist.optim.rules import Rule
 
 AT_RUN_TIME = "given at run time"
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
+_INFINITY = 0x7F800000
+_EXPONENT = 0x3F800000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +51,13 @@ class UpdateKind:
 
 @dataclasses.dataclass(frozen=True)
 class StoreKind:
-    """What a store kernel is compiled for. ``splits``: into bf16 and 8 bits; ``gives_noise``: for another split."""
+    """What a store kernel is compiled for. ``splits``: into bf16 and 8 bits; ``gives_noise``: for another split.
 
-    signed: tuple[bool, ...]
+    ``momenta``: how many momenta it encodes; ``scaled``: in the unit that a variance gives.
+    """
+
+    momenta: int
+    scaled: bool
     stochastic: bool
     splits: bool
     gives_noise: bool
@@ -82,8 +95,9 @@ def _compile(function: Callable[..., None], one_thread: bool) -> Callable[..., N
 def update_kernel(kind: UpdateKind) -> Callable[..., None]:
     """Return the kernel that updates ``master`` in place and gives the new moments.
 
-    Compressed moments go to ``new``, a variance as its square root, and the largest finite magnitude of every group to
-    ``largest``; others are updated in place.
+    Compressed moments go to ``new``, and the largest finite variance of every group and its smallest above 0 to
+    ``extremes``; others are updated in place. ``values`` and ``scales`` are the momenta's then; a variance comes
+    decoded, in ``new``, with the momentum's ``unit``.
     """
     rule, signed, compressed, scales_gradient = kind.rule, kind.signed, kind.compressed, kind.scales_gradient
     make_scalars = type(kind.scalars)
@@ -98,7 +112,8 @@ def update_kernel(kind: UpdateKind) -> Callable[..., None]:
         values: list[Tensor],
         scales: list[Tensor],
         new: list[Tensor],
-        largest: list[Tensor],
+        unit: Tensor | None,
+        extremes: tuple[Tensor, Tensor] | None,
         numbers: list[Tensor],
     ) -> None:
         scalars = make_scalars(**fixed, **dict(zip(changing, numbers)))
@@ -107,49 +122,115 @@ def update_kernel(kind: UpdateKind) -> Callable[..., None]:
             gradient = gradient * factor
         before = values
         if compressed:
-            before = [
-                (decode_momentum if is_signed else decode_variance)(value, scale.squeeze(1))
-                for value, scale, is_signed in zip(values, scales, signed)
-            ]
+            momenta = iter(zip(values, scales))
+            before = list(new)
+            for i in range(len(signed)):
+                if signed[i]:
+                    codes, scale = next(momenta)
+                    value = decode_momentum(codes, scale.squeeze(1))
+                    before[i] = value if unit is None else value * unit
         weight, after = rule(master, gradient, tuple(before), scalars)
         master.copy_(weight)
         if compressed and len(after) == 2:
             # What contain_overflow does, in a form that the compiler vectorizes.
             after = (torch.where(after[1] <= _LARGEST_FLOAT, after[0], 0.0), after[1])
-        for i in range(len(values)):
+        for i in range(len(signed)):
             if not compressed:
                 values[i].copy_(after[i])
                 continue
-            value = after[i] if signed[i] else torch.sqrt(after[i])
-            size = value.abs() if signed[i] else value
-            largest[i].copy_(torch.where(size <= _LARGEST_FLOAT, size, 0.0).amax(dim=-1, keepdim=True))
-            new[i].copy_(value)
+            if not signed[i]:
+                assert extremes is not None
+                value = after[i]
+                extremes[0].copy_(torch.where(value <= _LARGEST_FLOAT, value, 0.0).amax(dim=-1, keepdim=True))
+                extremes[1].copy_(torch.where(value > 0.0, value, torch.inf).amin(dim=-1, keepdim=True))
+            new[i].copy_(after[i])
 
     return _compile(update, kind.one_thread)
 
 
 @functools.cache
+def load_variance_kernel(one_thread: bool) -> Callable[..., None]:
+    """Return the kernel that decodes a variance's codes to ``bits``, fp32 patterns, and the momentum's unit to
+    ``unit``, as fp32 patterns too. ``scale``: the patterns of the scales, int16 [G, 1].
+    """
+
+    def load_variance(codes: Tensor, scale: Tensor, bits: Tensor, unit: Tensor) -> None:
+        word = scale.to(torch.int32)
+        base, shift = lattice_of(word >> 3, (word & 7) + FINEST_SHIFT)
+        code = codes.to(torch.int32)
+        pattern = base + code * (1 << shift)
+        bits.copy_(torch.where(code == 0, 0, pattern))
+        unit.copy_(((pattern >> 1) & _EXPONENT) + _EXPONENT)
+
+    return _compile(load_variance, one_thread)
+
+
+@functools.cache
+def store_variance_kernel(stochastic: bool, one_thread: bool) -> Callable[..., None]:
+    """Return the kernel that encodes a variance, given as its patterns ``bits``, and leaves the inverse of the
+    momentum's unit in their place, as fp32 patterns. ``scale`` receives patterns, int16 [G, 1].
+    """
+
+    def store_variance(
+        noise: tuple[Tensor, Tensor] | None,
+        rotation: Tensor,
+        bits: Tensor,
+        extremes: tuple[Tensor, Tensor],
+        codes: Tensor,
+        scale: Tensor,
+    ) -> None:
+        largest, smallest = extremes
+        top = top_of(largest)
+        shift = shift_that_spans(top, smallest)
+        base, _ = lattice_of(top, shift)
+        if noise is None:
+            added = leading_bits(rotation, shift)
+        else:
+            # Shifts by one number for all, and products with powers of two, are what the compiler vectorizes.
+            words = scramble(noise[0] + noise[1], rotation)
+            leading = (words >> (32 - COARSEST_SHIFT)) & ((1 << COARSEST_SHIFT) - 1)
+            added = (leading.to(torch.float32) * _power_of_two(shift - COARSEST_SHIFT)).to(torch.int32)
+        magnitude = bits & 0x7FFFFFFF
+        known = torch.where(magnitude < _INFINITY, magnitude, _INFINITY)
+        known = torch.minimum(known, top << TOP_SHIFT)
+        rounded = torch.maximum(known + added, base + (1 << shift))
+        rounded = torch.where(known == 0, base, rounded)
+        code = ((rounded - base) >> FINEST_SHIFT).to(torch.float32) * _power_of_two(FINEST_SHIFT - shift)
+        codes.copy_(code.to(torch.int32))
+        scale.copy_((top << 3) + (shift - FINEST_SHIFT))
+        bits.copy_(_EXPONENT - ((rounded >> 1) & _EXPONENT))
+
+    return _compile(store_variance, one_thread)
+
+
+@functools.cache
 def store_kernel(kind: StoreKind) -> Callable[..., None]:
-    """Return the kernel that encodes what the update left, and splits ``bits``, the patterns of the master weights.
+    """Return the kernel that encodes the momenta that the update left, times ``inverse`` of their unit, and splits
+    ``bits``, the patterns of the master weights.
 
     In ``bits`` it leaves fp32 patterns that are bf16 values. ``words`` receives what ``eager.store_master`` needs of
     the noise.
     """
-    signed = kind.signed
+    momenta, scaled = kind.momenta, kind.scaled
 
     def store(
-        noise: tuple[Tensor, Tensor, Tensor] | None,
+        noise: tuple[Tensor, Tensor] | None,
+        rotation: Tensor,
         new: list[Tensor],
-        largest: list[Tensor],
+        inverse: Tensor | None,
         values: list[Tensor],
         scales: list[Tensor],
         bits: Tensor | None,
         correction: Tensor | None,
         words: Tensor | None,
     ) -> None:
-        hashed = None if noise is None else scramble(noise[0] + noise[1], noise[2])
-        for i in range(len(values)):
-            codes, scale = (_encode_momentum if signed[i] else _encode_root)(new[i], largest[i], hashed)
+        hashed = None if noise is None else scramble(noise[0] + noise[1], rotation)
+        for i in range(momenta):
+            momentum = new[i]
+            if scaled:
+                assert inverse is not None
+                momentum = momentum * inverse
+            codes, scale = _encode_momentum(momentum, hashed)
             values[i].copy_(codes)
             scales[i].copy_(scale)
         if bits is not None:
@@ -159,7 +240,7 @@ def store_kernel(kind: StoreKind) -> Callable[..., None]:
             correction.copy_(lower)
         if words is not None:
             assert hashed is not None
-            words.copy_(weight_noise(hashed))
+            words.copy_(hashed & 0xFFFF)
 
     return _compile(store, kind.one_thread)
 
@@ -167,38 +248,23 @@ def store_kernel(kind: StoreKind) -> Callable[..., None]:
 # The functions of ``formats`` without going to and fro between floats and integers per element.
 
 
-def _scale(largest: Tensor, limit: int) -> Tensor:
-    """Round the largest magnitude of groups [G, 1] up to a bf16 of pattern ``limit`` at most; fp32."""
-    return ((largest.view(torch.int32) + 0xFFFF) & -0x10000).clamp(max=limit << 16).view(torch.float32)
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Return fp32 2**exponent of int32."""
+    return ((exponent + 127) << 23).view(torch.float32)
 
 
-def _divisor(scale: Tensor) -> Tensor:
-    return torch.where(scale > 0, scale, 1.0)
-
-
-def _encode_momentum(momentum: Tensor, largest: Tensor, words: Tensor | None) -> tuple[Tensor, Tensor]:
-    scale = _scale(largest, LARGEST_MOMENTUM_SCALE)
+def _encode_momentum(momentum: Tensor, words: Tensor | None) -> tuple[Tensor, Tensor]:
     size = momentum.abs()
+    largest = torch.where(size <= _LARGEST_FLOAT, size, 0.0).amax(dim=-1, keepdim=True)
+    pattern = ((largest.view(torch.int32) + 0xFFFF) & -0x10000).clamp(max=LARGEST_MOMENTUM_SCALE << 16)
+    scale = pattern.view(torch.float32)
     size = torch.where(size == size, size, 0.0)
-    code = torch.sqrt(size / _divisor(scale)) * MOMENTUM_LEVELS
+    code = torch.sqrt(size / torch.where(scale > 0, scale, 1.0)) * MOMENTUM_LEVELS
     code = torch.copysign(torch.where(code <= MOMENTUM_LEVELS, code, float(MOMENTUM_LEVELS)), momentum)
     if words is None:
         return torch.round(code).to(torch.int8), scale.to(torch.bfloat16)
     fixed = torch.round(code * 256.0).to(torch.int32)
     return ((fixed + momentum_noise(words)) >> 8).to(torch.int8), scale.to(torch.bfloat16)
-
-
-def _encode_root(root: Tensor, largest: Tensor, words: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Encode a variance given as its square root."""
-    scale = _scale(largest, LARGEST_VARIANCE_SCALE)
-    code = torch.sqrt(root / _divisor(scale)) * VARIANCE_LEVELS
-    code = torch.where(code <= VARIANCE_LEVELS, code, float(VARIANCE_LEVELS))
-    code = torch.where(code >= VARIANCE_FLOOR, code, float(VARIANCE_FLOOR))
-    code = torch.where(root == 0, 0.0, code)
-    if words is None:
-        return torch.round(code).to(torch.uint8), scale.to(torch.bfloat16)
-    fixed = torch.round(code * 32768.0).to(torch.int32)
-    return ((fixed + fixed + variance_noise(words)) >> 16).to(torch.uint8), scale.to(torch.bfloat16)
 
 
 def _split(bits: Tensor, noise: Tensor | int) -> tuple[Tensor, Tensor]:

@@ -72,7 +72,9 @@ def kernel_options(task: StepTask) -> KernelOptions:
     """Return the kernel and compile-time options that a task needs."""
     record, hyper = task.record, task.hyperparameters
     compressed = bool(record.moments) and record.moments[0].scale_name in record.entries
-    stochastic = record.noise_key is not None and (compressed or record.correction_bits == 8)
+    # 16 bits of correction hold all there is of a weight; so does fp32.
+    rounds_weight = record.correction_bits < 16 and task.weight.dtype != torch.float32
+    stochastic = record.noise_key is not None and (compressed or rounds_weight)
     options: dict[str, Any] = {
         "WEIGHT_DTYPE": _DTYPES[task.weight.dtype],
         "GRADIENT_DTYPE": _DTYPES[task.gradient.dtype],

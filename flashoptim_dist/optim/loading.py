@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flashoptim_dist.formats import canonical_name
+from flashoptim_dist.formats import FORMAT_VERSION, canonical_name
+from flashoptim_dist.formats.spec import COARSEST_SHIFT, FINEST_SHIFT
 from flashoptim_dist.formats.weights import CORRECTION_DTYPES
 from flashoptim_dist.optim.checks import check_torch_options
 from flashoptim_dist.optim.conversion import convert_correction, dequantize, local_part, quantize
 from flashoptim_dist.optim.state import ERROR_BITS, STEP, MomentSpec, new_entry, new_step
-from flashoptim_dist.optim.versions import check_format, upgrade
-from flashoptim_dist.sharding import local_tensor, shard_layout
+from flashoptim_dist.optim.versions import check_format, decoder
+from flashoptim_dist.sharding import ShardLayout, local_tensor, shard_layout
 
 if TYPE_CHECKING:
     from flashoptim_dist.optim.base import FlashOptimizer
@@ -47,8 +48,7 @@ def load_state(optimizer: FlashOptimizer, state_dict: Mapping[str, Any]) -> None
     for parameter, saved_id in saved_of.items():
         entries = _present(loaded["state"].get(saved_id))
         if entries:
-            saved = upgrade(entries, version)
-            state[parameter] = _load_parameter(optimizer, parameter, records[parameter], saved, conversions)
+            state[parameter] = _load_parameter(optimizer, parameter, records[parameter], entries, version, conversions)
     matched = set(saved_of.values())
     state.update({key: deepcopy(value) for key, value in loaded["state"].items() if key not in matched})
     optimizer.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
@@ -111,6 +111,7 @@ def _load_parameter(
     parameter: Tensor,
     record: ParameterRecord,
     saved: Mapping[str, Any],
+    version: int,
     conversions: Counter[str],
 ) -> dict[str, Any]:
     """Return the state of one parameter from saved entries, each in the dtype and layout this parameter needs."""
@@ -118,10 +119,10 @@ def _load_parameter(
     new = new_step(parameter)
     new.fill_(_saved_step(optimizer, saved))
     state: dict[str, Any] = {STEP: new}
+    present = [moment for moment in record.moments if saved.get(moment.name) is not None]
+    _load_moments(optimizer, state, present, parameter, record, saved, version, conversions)
     for moment in record.moments:
-        if saved.get(moment.name) is not None:
-            _load_moment(optimizer, state, moment, parameter, record, saved, conversions)
-        elif not bool(new):
+        if moment not in present and not bool(new):
             state.update({name: new_entry(record.entries[name], parameter) for name in _names(moment, record)})
         # else SGD's momentum was switched on after the last step: the next one makes it, as in torch.
     if ERROR_BITS in record.entries:
@@ -175,23 +176,67 @@ def _saved_step(optimizer: FlashOptimizer, saved: Mapping[str, Any]) -> float:
     return 1.0 if any(saved.get(moment.name) is not None for moment in optimizer.moment_specs) else 0.0
 
 
-def _load_moment(
+def _load_moments(
     optimizer: FlashOptimizer,
     state: dict[str, Any],
-    moment: MomentSpec,
+    moments: Sequence[MomentSpec],
     parameter: Tensor,
     record: ParameterRecord,
     saved: Mapping[str, Any],
+    version: int,
     conversions: Counter[str],
 ) -> None:
-    """Put a moment (and its scales) into ``state``, quantized or decoded as the parameter needs it."""
+    """Put moments (and their scales) into ``state``, quantized or decoded as the parameter needs them.
+
+    All together: a momentum is in the unit that its variance gives it.
+    """
+    layout, signed = record.layout, [moment.signed for moment in moments]
+    scales = [saved.get(moment.scale_name) for moment in moments]
+    if any(scale is not None for scale in scales) and not layout.quantized:
+        layout = shard_layout(parameter, record.name)  # with the scales that this optimizer goes without
+    placed = [
+        _placed_moment(moment, scale, parameter, record, layout, saved)
+        for moment, scale in zip(moments, scales, strict=True)
+    ]
+    stored = [(values, scale) for values, scale in placed if scale is not None]
+    wants = any(moment.scale_name in record.entries for moment in moments)
+    if stored and len(stored) < len(placed):
+        raise ValueError(
+            f"of the moments of parameter {record.name!r} some were saved as codes and some in floating point; it "
+            "needs all in one form"
+        )
+    if not stored or not wants or version != FORMAT_VERSION:
+        values = [value for value, _ in placed]
+        if stored:
+            values = dequantize(stored, signed, layout, decoder(version))
+            if version != FORMAT_VERSION:
+                conversions[f"moments of format version {version} to version {FORMAT_VERSION}"] += 1
+            if not wants:
+                conversions["8-bit moments to fp32"] += len(moments)
+        elif wants and optimizer.compress_state_dict:  # else that is how this optimizer's own state is saved
+            conversions["floating-point moments to 8 bits"] += len(moments)
+        placed = list(quantize(values, signed, layout)) if wants else [(value, None) for value in values]
+    else:
+        _check_scales(moments, stored, record)
+    for moment, (codes, scale) in zip(moments, placed, strict=True):
+        for name, local in ((moment.name, codes), (moment.scale_name, scale)):
+            if local is not None:
+                state[name] = new_entry(record.entries[name], parameter)
+                local_tensor(state[name]).copy_(local)
+
+
+def _placed_moment(
+    moment: MomentSpec,
+    scale: Any,
+    parameter: Tensor,
+    record: ParameterRecord,
+    layout: ShardLayout,
+    saved: Mapping[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Return this rank's part of a saved moment and of its scales, if it has any; checked."""
     values = _placed(saved[moment.name], parameter, record, moment.name)
-    scale = saved.get(moment.scale_name)
-    layout = record.layout
     if scale is not None:
         _check_dtype(values, (moment.code_dtype,), moment.name, record)
-        if not layout.quantized:
-            layout = shard_layout(parameter, record.name)  # with the scales that this optimizer goes without
         label = f"{moment.scale_name!r} of parameter {record.name!r}"
         scale = local_part(scale, parameter, layout.scale_global_shape, layout.scale_local_shape, label)
         _check_dtype(scale, (torch.bfloat16,), moment.scale_name, record)
@@ -200,18 +245,24 @@ def _load_moment(
             f"{moment.name!r} of parameter {record.name!r} was saved as {values.dtype} and {moment.scale_name!r} is "
             "missing: codes mean nothing without their scales"
         )
-    wants = moment.scale_name in record.entries
-    if wants and scale is None:
-        values, scale = quantize(values, layout, moment)
-        if optimizer.compress_state_dict:  # else that is how this optimizer's own state is saved
-            conversions["floating-point moments to 8 bits"] += 1
-    elif not wants and scale is not None:
-        values, scale = dequantize(values, scale, layout, moment), None
-        conversions["8-bit moments to fp32"] += 1
-    for name, local in ((moment.name, values), (moment.scale_name, scale)):
-        if local is not None:
-            state[name] = new_entry(record.entries[name], parameter)
-            local_tensor(state[name]).copy_(local)
+    return values, scale
+
+
+def _check_scales(
+    moments: Sequence[MomentSpec], stored: Sequence[tuple[Tensor, Tensor]], record: ParameterRecord
+) -> None:
+    """Refuse scales of a variance that this version never writes: most tensors of version 1 hold such."""
+    for moment, (_, scale) in zip(moments, stored, strict=True):
+        if moment.signed:
+            continue
+        patterns = scale.contiguous().view(torch.int16)
+        if bool(((patterns < 0) | ((patterns & 7) > COARSEST_SHIFT - FINEST_SHIFT)).any()):
+            raise ValueError(
+                f"{moment.scale_name!r} of parameter {record.name!r} holds what number format version "
+                f"{FORMAT_VERSION} never writes, and no record says which version it is of. Load the checkpoint with "
+                'flashoptim_dist.checkpoint.load, or put its record beside the state: state_dict["format"] = '
+                '{"name": "fd1", "version": 1}'
+            )
 
 
 def _check_dtype(value: Tensor, dtypes: Sequence[torch.dtype], name: str, record: ParameterRecord) -> None:

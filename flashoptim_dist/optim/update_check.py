@@ -3,8 +3,8 @@
 Counts stay on the device, on each rank's own shard; nothing is gathered and ``step`` never waits. An update counts
 where the element has one (a momentum, or without momentum a gradient, that is not zero, and lr > 0), and counts as too
 small where it is lost for good: with rounding to nearest, where the stored weight (16 bits, or 16 with their
-correction) stays as it was; with stochastic rounding of a correction, which moves a weight by the right amount in the
-mean however small the update, only where the fp32 sum itself does.
+correction) stays as it was; with stochastic rounding, which moves a weight by the right amount in the mean however
+small the update, only where the fp32 sum itself does.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def counting(rule: Rule, counter: Tensor, dtype: torch.dtype, correction_bits: i
         counter: int64 [2].
         dtype: of the stored weight.
         correction_bits: 8, 16 or 0.
-        stochastic: whether the correction is rounded stochastically.
+        stochastic: whether the weight, or its correction, is rounded stochastically.
     """
 
     def counted(
@@ -156,7 +156,7 @@ def counting(rule: Rule, counter: Tensor, dtype: torch.dtype, correction_bits: i
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         new, after = rule(weight, gradient, moments, scalars)
         updated = (after[0] if after else gradient) != 0
-        stored = new if stochastic and correction_bits else _stored(new, dtype, correction_bits)
+        stored = new if stochastic and dtype in SPLIT_DTYPES else _stored(new, dtype, correction_bits)
         counter[0] += updated.sum()
         counter[1] += (updated & (stored == weight)).sum()
         return new, after

@@ -1,20 +1,23 @@
 """Reading state that an earlier version of the number format wrote: the one place where versions differ.
 
-When the format changes, ``formats.spec.FORMAT_VERSION`` goes up by one and ``UPGRADES`` gains an entry that turns one
-parameter's saved entries of the version before into the new version's. Nothing else needs to know.
+When the format changes, ``formats.spec.FORMAT_VERSION`` goes up by one and ``UPGRADES`` gains an entry that decodes the
+moments of the version before, which are then encoded anew. Corrections have never changed. Nothing else needs to know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flashoptim_dist.formats import FORMAT_NAME, FORMAT_VERSION, GROUP_SIZE
+from torch import Tensor
 
-Entries = Mapping[str, Any]
+from flashoptim_dist.formats import FORMAT_NAME, FORMAT_VERSION, GROUP_SIZE, decode_moments, version1
 
-UPGRADES: dict[int, Callable[[Entries], Entries]] = {}
-"""By version v: saved entries of one parameter in version v, to those in version v + 1."""
+Decoder = Callable[[Sequence[tuple[Tensor, Tensor]], Sequence[bool]], list[Tensor]]
+"""(codes and scales of each moment in groups, whether each is a momentum) -> fp32 moments; see ``decode_moments``."""
+
+UPGRADES: dict[int, Decoder] = {1: version1.decode_moments}
+"""By earlier version: what decodes its moments."""
 
 
 def check_format(spec: Mapping[str, Any] | None) -> int:
@@ -44,8 +47,6 @@ def check_format(spec: Mapping[str, Any] | None) -> int:
     return version
 
 
-def upgrade(entries: Entries, version: int) -> Entries:
-    """Return one parameter's saved entries in the current version."""
-    for v in range(version, FORMAT_VERSION):
-        entries = UPGRADES[v](entries)
-    return entries
+def decoder(version: int) -> Decoder:
+    """Return what decodes the moments of a version."""
+    return UPGRADES.get(version, decode_moments)

@@ -43,16 +43,16 @@ def _with_format(change: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"version": 2}, "format 'fd1' version 2 with groups of 32"),
+        ({"version": 3}, "format 'fd1' version 3 with groups of 32"),
         ({"version": 0}, "format 'fd1' version 0 with groups of 32"),
-        ({"name": "fd9"}, "format 'fd9' version 1 with groups of 32"),
-        ({"group_size": 64}, "format 'fd1' version 1 with groups of 64"),
+        ({"name": "fd9"}, "format 'fd9' version 2 with groups of 32"),
+        ({"group_size": 64}, "format 'fd1' version 2 with groups of 64"),
     ],
 )
 def test_another_number_format_is_refused_with_both_named(tmp_path: Path, change: dict[str, Any], named: str) -> None:
     path = _saved(tmp_path, _with_format(change))
     net = build("single")
-    match = rf"{named}, and this library reads 'fd1' version 1 with groups of 32.*flashoptim-dist convert"
+    match = rf"{named}, and this library reads 'fd1' version 2 with groups of 32.*flashoptim-dist convert"
     _refused(path, net, flash(net), match)
 
 
@@ -67,7 +67,7 @@ def test_another_layout_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_our_states_are_no_food_for_torch(tmp_path: Path) -> None:
     path = _saved(tmp_path)
     net = build("single")
-    _refused(path, net, adamw(net), "FlashAdamW's, in format 'fd1' version 1, and AdamW can't read that.*convert")
+    _refused(path, net, adamw(net), "FlashAdamW's, in format 'fd1' version 2, and AdamW can't read that.*convert")
 
 
 def test_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:

@@ -9,13 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from flashoptim_dist.formats import canonical_name, noise_key, noise_words, parameter_id
 from flashoptim_dist.formats.rounding import (
+    leading_bits,
     momentum_noise,
+    plain_weight_noise,
     round_momentum,
-    round_variance,
-    variance_noise,
     weight_noise,
 )
 
@@ -68,15 +69,19 @@ def test_words_leave_the_indices_alone() -> None:
     assert torch.equal(index, torch.arange(100, dtype=torch.int32))
 
 
-@given(words=st.lists(st.integers(-(1 << 31), (1 << 31) - 1), min_size=1))
-def test_fields_are_disjoint_and_use_every_bit(words: list[int]) -> None:
+def variance_noise(words: Tensor) -> Tensor:
+    """The 16 leading bits, which all of the variance's shifts but the two finest use."""
+    return leading_bits(words, torch.tensor(16))
+
+
+@given(words=st.lists(st.integers(-(1 << 31), (1 << 31) - 1), min_size=1), count=st.integers(1, 31))
+def test_fields_are_the_bits_that_the_module_says(words: list[int], count: int) -> None:
     tensor = torch.tensor(words, dtype=torch.int32)
-    weight, momentum, variance = weight_noise(tensor), momentum_noise(tensor), variance_noise(tensor)
-    assert weight.tolist() == [word & 0xFF for word in words]
-    assert bool(((weight | momentum) <= 0xFF).all() and (variance <= 0xFFFF).all())
-    assert bool(((weight | momentum | variance) >= 0).all())
-    together = weight.to(torch.int64) | momentum.to(torch.int64) << 8 | variance.to(torch.int64) << 16
-    assert together.tolist() == [word % WORD for word in words]
+    assert weight_noise(tensor).tolist() == [word & 0xFF for word in words]
+    assert momentum_noise(tensor).tolist() == [word >> 8 & 0xFF for word in words]
+    assert leading_bits(tensor, torch.tensor(count)).tolist() == [word % WORD >> 32 - count for word in words]
+    expected = [(word & 0xFF) << 8 | word >> 8 & 0xFF for word in words]
+    assert plain_weight_noise(tensor).tolist() == expected
 
 
 def test_every_element_meets_every_noise_equally_often_over_the_steps() -> None:
@@ -155,33 +160,19 @@ def test_momentum_rounding_is_unbiased() -> None:
     assert torch.equal(mean, torch.round(code.to(torch.float64) * 256) / 256)
 
 
-def test_variance_rounding_is_unbiased() -> None:
-    """The same of variance codes, to 2**-15: fp32 codes of 128 and more have no finer fraction."""
-    code = torch.linspace(0, 255, 64)
-    noise = torch.arange(1 << 16, dtype=torch.int32)
-    mean = torch.stack([round_variance(c.expand(1 << 16), noise).mean(dtype=torch.float64) for c in code])
-    assert torch.equal(mean, torch.round(code.to(torch.float64) * (1 << 15)) / (1 << 15))
-
-
 def test_rounding_moves_less_than_one_and_keeps_integers() -> None:
     generator = torch.Generator().manual_seed(0)
     momentum = torch.cat([torch.rand(4096, generator=generator) * 254 - 127, torch.arange(-127.0, 128.0)])
-    variance = torch.cat([torch.rand(4096, generator=generator) * 255, torch.arange(256.0)])
     for noise in (0, 1, 127, 128, 254, 255):
         rounded = round_momentum(momentum, torch.full(momentum.shape, noise, dtype=torch.int32))
         assert bool(((rounded - momentum).abs() < 1).all())
         assert torch.equal(rounded[4096:], momentum[4096:])
-    for noise in (0, 1, 32767, 32768, 65534, 65535):
-        rounded = round_variance(variance, torch.full(variance.shape, noise, dtype=torch.int32))
-        assert bool(((rounded - variance).abs() < 1).all())
-        assert torch.equal(rounded[4096:], variance[4096:])
 
 
 def test_nearest_rounds_half_to_even() -> None:
     code = torch.tensor([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.25])
     expected = torch.tensor([-2.0, -2.0, -0.0, 0.0, 2.0, 2.0, 3.0])
     assert torch.equal(round_momentum(code, None), expected)
-    assert torch.equal(round_variance(code.abs(), None), expected.abs())
 
 
 def test_parameter_id_is_the_crc_of_the_canonical_name() -> None:

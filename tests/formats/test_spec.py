@@ -15,7 +15,7 @@ def test_spec_is_json_and_says_all_a_reader_needs() -> None:
     record = json.loads(json.dumps(spec.to_dict()))
     assert record == {
         "name": "fd1",
-        "version": 1,
+        "version": 2,
         "group_size": 32,
         "optimizer": "FlashAdamW",
         "master_weight_bits": 24,

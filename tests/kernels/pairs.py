@@ -6,8 +6,12 @@ nothing adds up. fp32 numbers that the two compute in another order differ by a 
 16 in a row (`ROUNDING`):
 
 - a code differs by at most 1, and only where the number before rounding lies within the error of the middle between
-  two codes: a code is at most 255, so 255 * 2**-21 * 2 of them, 2.4e-4. Allowed: `UNEQUAL_CODES`.
-- a scale is rounded up to bf16: one unit more or less where the error crosses a bf16 number.
+  two codes: a momentum's is at most 127, so 127 * 2**-20 of them; a variance's unit is 2**14 units of fp32 or more, of
+  which the error is 16 at most, on both sides 2**-9. Allowed: `UNEQUAL_CODES`.
+- a momentum's scale is rounded up to bf16: one unit more or less where the error crosses a bf16 number. A variance's
+  holds its top and its k: where the error crosses what decides them, the same lattice has other codes, or one of the
+  two sides has a lattice half as fine. So a variance is compared by its decoded pattern: one unit of the coarser.
+- Adam's momentum is in a unit that its variance gives. Where that is another, both sides round by one code of theirs.
 - a master weight differs by the error of the update, and by one unit of its format where that crosses a middle.
 """
 
@@ -21,13 +25,16 @@ import torch
 from torch import Tensor
 
 import flashoptim_dist as fod
-from flashoptim_dist.formats import merge
+from flashoptim_dist.formats import decode_variance, merge, to_groups
 from flashoptim_dist.optim.base import FlashOptimizer
 from flashoptim_dist.optim.conversion import dequantize
 from flashoptim_dist.sharding import local_tensor
 
 ROUNDING = 2.0**-20
 UNEQUAL_CODES = 1 / 500
+
+Unequal = tuple[int, int]
+"""Codes and scales that differ; codes under other scales are not counted."""
 
 FLAT = (17, 32)
 """Whole blocks for the flat kernel, of 256 elements interpreted and 512 compiled, and a tail of one group."""
@@ -114,8 +121,10 @@ def decoded(optimizer: FlashOptimizer, parameter: Tensor) -> dict[str, Tensor]:
     values = {"weight": merge(local_tensor(parameter.detach()), state.get("error_bits"))}
     for moment in record.moments:
         values[moment.name] = state[moment.name]
-        if moment.scale_name in record.entries:
-            values[moment.name] = dequantize(state[moment.name], state[moment.scale_name], record.layout, moment)
+    compressed = [moment for moment in record.moments if moment.scale_name in record.entries]
+    stored = [(state[moment.name], state[moment.scale_name]) for moment in compressed]
+    decoded_moments = dequantize(stored, [moment.signed for moment in compressed], record.layout)
+    values.update({moment.name: value for moment, value in zip(compressed, decoded_moments, strict=True)})
     return {name: value.detach().to("cpu", torch.float64) for name, value in values.items()}
 
 
@@ -157,23 +166,52 @@ def compare(pair: Stepped) -> None:
             if moment.scale_name not in expected:
                 assert_close(others, values, terms[moment.name] * ROUNDING, f"{moment.name}, {where}")
                 continue
-            scales, other_scales = expected[moment.scale_name], actual[moment.scale_name].cpu()
-            units = (scales.view(torch.int16).int() - other_scales.view(torch.int16).int()).abs()
-            assert not units.numel() or units.max() <= 1, f"{moment.scale_name}, {where}"
-            unequal_scales += int((units > 0).sum())
-            difference = (values.int() - others.int()).abs()
-            # One bf16 unit of the scale moves a code by 255 * 2**-8 / 2 more.
-            allowed = 2 if units.any() else 1
-            assert not difference.numel() or difference.max() <= allowed, f"{moment.name}, {where}: {difference.max()}"
-            if not units.any():
-                wrong += int((difference > 0).sum())
-                codes += difference.numel()
+            sides = [_groups(pair, a, state) for state in (expected, actual)]
+            stored = [side[name] for side in sides for name in (moment.name, moment.scale_name)]
+            compare_codes = _compare_momentum if moment.signed else _compare_variance
+            unequal, scales = compare_codes(*stored, f"{moment.name}, {where}")
+            wrong, codes, unequal_scales = wrong + unequal, codes + values.numel(), unequal_scales + scales
         new, other = decoded(pair.expected_optimizer, a), decoded(pair.actual_optimizer, b)
         bits = pair.expected_optimizer._record(a).correction_bits
         allowed_error = terms["weight"] * ROUNDING + unit_of(new["weight"], a.dtype, bits)
         assert_close(other["weight"], new["weight"], allowed_error, f"master weight, {where}")
     assert wrong <= max(1, codes * UNEQUAL_CODES), f"{pair.case}: {wrong} of {codes} codes differ"
     assert unequal_scales <= 1, f"{pair.case}: {unequal_scales} scales differ"
+
+
+def _groups(pair: Stepped, parameter: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Codes of a state in groups [G, 32], and patterns of its scales as int32 [G, 1], on the CPU."""
+    layout = pair.expected_optimizer._record(parameter).layout
+    found = {}
+    for name, value in state.items():
+        if name.endswith("_scale"):
+            found[name] = value.cpu().reshape(-1, 1).view(torch.int16).int()
+        elif name + "_scale" in state:
+            found[name] = to_groups(value.cpu().reshape(layout.rows, layout.length))
+    return found
+
+
+def _compare_variance(codes: Tensor, scales: Tensor, others: Tensor, other_scales: Tensor, what: str) -> Unequal:
+    values, other_values = (
+        decode_variance(c, s.short().view(bf16).squeeze(1)) for c, s in ((codes, scales), (others, other_scales))
+    )
+    unit = 1 << (14 + torch.maximum(scales & 7, other_scales & 7))
+    difference = (values.view(torch.int32) - other_values.view(torch.int32)).abs()
+    assert bool((difference <= unit).all()), f"{what}: {(difference / unit).max()} units"
+    assert bool((((scales & 7) - (other_scales & 7)).abs() <= 1).all()), f"{what}: k"
+    assert bool((((scales >> 3) - (other_scales >> 3)).abs() <= 1).all()), f"{what}: tops"
+    unequal = (scales != other_scales).squeeze(1)
+    return int((difference[~unequal] > 0).sum()), int(unequal.sum())
+
+
+def _compare_momentum(codes: Tensor, scales: Tensor, others: Tensor, other_scales: Tensor, what: str) -> Unequal:
+    units = (scales - other_scales).abs()
+    assert bool((units <= 1).all()), f"{what}: scales"
+    difference = (codes.int() - others.int()).abs()
+    # One bf16 unit of the scale moves a code by 127 * 2**-8 / 2 more.
+    assert bool((difference <= torch.where(units > 0, 2, 1)).all()), f"{what}: {difference.max()}"
+    unequal = (units > 0).squeeze(1)
+    return int((difference[~unequal] > 0).sum()), int(unequal.sum())
 
 
 def assert_close(actual: Tensor, expected: Tensor, error: Tensor, what: str) -> None:

@@ -9,23 +9,25 @@ import triton.language as tl
 from flashoptim_dist.kernels import device as functions
 from flashoptim_dist.kernels.device import (
     bf16_of,
+    bits_of,
     contain_weight,
     decode_momentum,
-    decode_root_variance,
+    decode_variance,
     encode_momentum,
-    encode_root_variance,
+    encode_variance,
     float_of,
     is_rare,
     merge_weight,
     momentum_scale_bits,
     noise_words,
-    root_scale_bits,
     split_weight,
+    variance_lattice,
+    variance_word,
 )
 from torch import Tensor
 
 from flashoptim_dist import formats
-from flashoptim_dist.formats.rounding import ROTATION, as_int32
+from flashoptim_dist.formats.rounding import ROTATION, as_int32, plain_weight_noise
 from tests.numbers import assert_same_bits, every_16_bit, float32_of, pattern_of, spread_float32
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -69,15 +71,20 @@ def _momentum(m, words, codes, scales, decoded, STOCHASTIC: tl.constexpr, GROUPS
 
 
 @triton.jit
-def _variance(root, words, codes, scales, decoded, STOCHASTIC: tl.constexpr, GROUPS: tl.constexpr):
+def _variance(v, words, codes, scales, decoded, units, inverses, STOCHASTIC: tl.constexpr, GROUPS: tl.constexpr):
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[:, None]
     at = group * 32 + tl.arange(0, 32)[None, :]
-    value = tl.load(root + at)
-    bits = root_scale_bits(tl.max(value, axis=1, keep_dims=True))
-    code = encode_root_variance(value, float_of(bits), tl.load(words + at), STOCHASTIC)
+    value = tl.load(v + at)
+    smallest = tl.min((bits_of(value) - 1).to(tl.uint32, bitcast=True), axis=1, keep_dims=True)
+    word = variance_word(tl.max(value, axis=1, keep_dims=True), smallest.to(tl.int32, bitcast=True))
+    base, unit, shift = variance_lattice(word)
+    code, inverse = encode_variance(value, base, unit, shift, tl.load(words + at) if STOCHASTIC else tl.load(words))
+    negative, twice_unit = decode_variance(code, base, unit)
     tl.store(codes + at, code)
-    tl.store(scales + group, bf16_of(bits))
-    tl.store(decoded + at, decode_root_variance(code, float_of(bits) * (1.0 / 65025.0)))
+    tl.store(scales + group, word.to(tl.int16))
+    tl.store(decoded + at, 0.0 - negative)
+    tl.store(units + at, twice_unit * 0.5)
+    tl.store(inverses + at, inverse)
 
 
 @triton.jit
@@ -122,6 +129,8 @@ def test_split(stochastic: bool, bits: int, dtype: torch.dtype, device: torch.de
     )  # fmt: skip
     if bits == 0:
         expected, nan = master.to(dtype), torch.isnan(master)
+        if stochastic:
+            expected = formats.round_stochastically(master, dtype, plain_weight_noise(words))
         assert torch.equal(torch.isnan(weight.cpu()), nan)
         assert_same_bits(weight.cpu()[~nan], expected[~nan], "weight")
         return
@@ -158,47 +167,67 @@ def companded_groups() -> Tensor:
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
-@pytest.mark.parametrize("signed", [True, False])
-def test_codes(signed: bool, stochastic: bool, device: torch.device) -> None:
-    values = companded_groups() if signed else companded_groups().abs()
+def test_momentum_codes(stochastic: bool, device: torch.device) -> None:
+    values = companded_groups()
     words = random_words(values.numel()).view(values.shape)
-    kernel, dtype = (_momentum, torch.int8) if signed else (_variance, torch.uint8)
-    codes, decoded = torch.empty_like(values, dtype=dtype, device=device), torch.empty_like(values, device=device)
+    codes, decoded = torch.empty_like(values, dtype=torch.int8, device=device), torch.empty_like(values, device=device)
     scales = torch.empty(len(values), dtype=torch.bfloat16, device=device)
-    kernel[(1,)](values.to(device), words.to(device), codes, scales, decoded, STOCHASTIC=stochastic, GROUPS=len(values))
-    if signed:
-        noise = (words >> 8) & 0xFF if stochastic else None
-        expected, expected_scales = formats.encode_momentum(values, noise)
-        back = formats.decode_momentum(codes.cpu(), scales.cpu())
-    else:
-        noise = (words >> 16) & 0xFFFF if stochastic else None
-        # fp32 squares of these would underflow; the definition takes v, the kernel its root.
-        expected, expected_scales = formats.encode_variance((values / SIZES.unsqueeze(1)) ** 2, noise)
-        expected_scales = (expected_scales.float() * SIZES).to(torch.bfloat16)
-        back = codes.cpu().float().div(255).square() * scales.cpu().float().unsqueeze(1)
-    if signed:
-        assert_same_bits(scales.cpu(), expected_scales, "scales")
-    equal_scales = scales.cpu() == expected_scales
-    assert equal_scales.float().mean() > 0.9
-    difference = (codes.cpu().int() - expected.int()).abs()[equal_scales]
+    _momentum[(1,)](
+        values.to(device), words.to(device), codes, scales, decoded, STOCHASTIC=stochastic, GROUPS=len(values)
+    )
+    expected, expected_scales = formats.encode_momentum(values, (words >> 8) & 0xFF if stochastic else None)
+    assert_same_bits(scales.cpu(), expected_scales, "scales")
+    difference = (codes.cpu().int() - expected.int()).abs()
     assert difference.max() <= 1
     assert (difference > 0).float().mean() <= 1 / 500
+    back = formats.decode_momentum(codes.cpu(), scales.cpu())
     assert torch.allclose(decoded.cpu(), back, rtol=2**-20, atol=0)
 
 
-def test_the_largest_code_never_wraps_around(device: torch.device) -> None:
+def variance_groups() -> Tensor:
+    """Groups [512, 32] of v with spans from none to all of fp32, some with zeros, subnormal to 2**101."""
+    generator = torch.Generator().manual_seed(0)
+    top = torch.randint(1, 228 << 23, (512, 1), generator=generator)
+    span = 2.0 ** (torch.rand(512, 1, generator=generator) * 15 + 15)
+    pattern = top - (torch.rand(512, 32, generator=generator) * span).long()
+    pattern = torch.where(torch.rand(512, 32, generator=generator) < 0.05, 0, pattern.clamp(min=0))
+    pattern[0] = 0
+    pattern[1, 5:] = 0
+    pattern[2] = torch.arange(32)
+    return float32_of(pattern)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_variance_codes(stochastic: bool, device: torch.device) -> None:
+    """Bit for bit: codes, scales, decoded values and the momentum's unit are integer arithmetic."""
+    values = variance_groups()
+    words = random_words(values.numel()).view(values.shape)
+    words = words if stochastic else words[:1, :1]
+    codes = torch.empty_like(values, dtype=torch.uint8, device=device)
+    decoded, units, inverses = (torch.empty_like(values, device=device) for _ in range(3))
+    scales = torch.empty(len(values), dtype=torch.int16, device=device)
+    _variance[(1,)](
+        values.to(device), words.to(device), codes, scales, decoded, units, inverses, STOCHASTIC=stochastic,
+        GROUPS=len(values),
+    )  # fmt: skip
+    expected, expected_scales = formats.encode_variance(values, words)
+    assert_same_bits(scales.cpu().view(torch.bfloat16), expected_scales, "scales")
+    assert_same_bits(codes.cpu(), expected, "codes")
+    assert_same_bits(decoded.cpu(), formats.decode_variance(expected, expected_scales), "variance")
+    assert_same_bits(units.cpu(), formats.momentum_unit(expected, expected_scales), "unit")
+    assert_same_bits(inverses.cpu(), formats.momentum_unit(expected, expected_scales, inverse=True), "1 / unit")
+
+
+def test_the_largest_momentum_code_never_wraps_around(device: torch.device) -> None:
     """All bf16 scales of two binades as the value itself, with the largest noise."""
     largest = torch.arange(256, 768, dtype=torch.float32).unsqueeze(1) * torch.ones(32)
     largest = largest.to(torch.bfloat16).float()
     words = torch.full(largest.shape, -1, dtype=torch.int32)
-    for kernel, dtype, code in ((_momentum, torch.int8, 127), (_variance, torch.uint8, 255)):
-        codes = torch.empty_like(largest, dtype=dtype, device=device)
-        scales, decoded = (
-            torch.empty(512, dtype=torch.bfloat16, device=device),
-            torch.empty_like(largest, device=device),
-        )
-        kernel[(1,)](largest.to(device), words.to(device), codes, scales, decoded, STOCHASTIC=True, GROUPS=512)
-        assert (codes == code).all()
+    codes = torch.empty_like(largest, dtype=torch.int8, device=device)
+    decoded = torch.empty_like(largest, device=device)
+    scales = torch.empty(512, dtype=torch.bfloat16, device=device)
+    _momentum[(1,)](largest.to(device), words.to(device), codes, scales, decoded, STOCHASTIC=True, GROUPS=512)
+    assert (codes == 127).all()
 
 
 @pytest.mark.parametrize(
@@ -221,6 +250,7 @@ def test_constants_are_the_formats() -> None:
     """The kernels restate the definition's constants."""
     assert functions.GROUP.value == formats.GROUP_SIZE
     assert as_int32(functions.HASH_STRIDE.value) == as_int32(formats.rounding.HASH_STRIDE)
-    largest = formats.moments.LARGEST_VARIANCE_SCALE << 16
-    assert functions._LARGEST_ROOT_BITS.value == largest
+    assert functions._FINEST_SHIFT.value == formats.spec.FINEST_SHIFT
+    assert functions._COARSEST_SHIFT.value == formats.spec.COARSEST_SHIFT
+    assert functions._LARGEST_TOP.value == formats.moments.LARGEST_TOP
     assert int(pattern_of(torch.tensor(functions._LARGEST_BF16.value))) == functions._LARGEST_BF16_BITS.value

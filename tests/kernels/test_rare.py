@@ -162,11 +162,11 @@ def test_stale_corrections(kind: type, dtype: torch.dtype, device: torch.device)
         assert torch.equal(torch.isnan(a), torch.isnan(b))
 
 
-def test_constant_gradients_keep_the_largest_variance_code(device: torch.device) -> None:
-    """The largest of a group has code 255 whatever the noise: rounded up past it, it would wrap around to 0.
+def test_constant_gradients_keep_the_largest_codes(device: torch.device) -> None:
+    """The largest of a group has a largest code whatever the noise: rounded up past it, it would wrap around to 0.
 
-    Scales that are bf16 numbers themselves make the code before rounding 255, give or take the error of a few
-    operations.
+    Tops are multiples of 2**19, 32 units of the finest lattice, so a variance on its own has a code above 255 - 33. A
+    momentum that is a bf16 number itself is 127 before rounding, give or take the error of a few operations.
     """
     torch.manual_seed(0)
     scales = torch.arange(256, 256 + 256, dtype=torch.float64) / 256  # 8 significant bits: all bf16 numbers of a binade
@@ -175,5 +175,5 @@ def test_constant_gradients_keep_the_largest_variance_code(device: torch.device)
     for _ in range(1 if device.type == "cpu" else 50):
         weight.grad = (scales.float().unsqueeze(1) * torch.ones(32)).to(device)
         optimizer.step()
-        assert optimizer.state[weight]["exp_avg_sq"].min() >= 254
+        assert optimizer.state[weight]["exp_avg_sq"].min() > 255 - 33
         assert optimizer.state[weight]["exp_avg"].min() >= 126

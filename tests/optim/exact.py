@@ -60,31 +60,57 @@ def grouped(tensor: Tensor) -> Tensor:
     return torch.nn.functional.pad(rows, (0, padding)).reshape(-1, 32)
 
 
-def decoded(codes: Tensor, scale: Tensor | None) -> Tensor:
-    """fp64 moment of a state entry: itself, or s y |y| with y = code / 127 (int8), (s y^2)^2 with y = code / 255."""
-    if scale is None:
-        return codes.double()
-    s = scale.double().reshape(-1, 1)
-    if codes.dtype == torch.int8:
-        y = grouped(codes).double() / 127
-        values = s * y * y.abs()
-    else:
-        y = grouped(codes).double() / 255
-        values = (s * y * y) ** 2
-    flat = codes.shape[-1] < 32
-    rows, length = (codes.shape[0], codes[0].numel()) if flat else (codes.numel() // codes.shape[-1], codes.shape[-1])
-    return values.reshape(rows, -1)[:, :length].reshape(codes.shape)
+def ungrouped(groups: Tensor, like: Tensor) -> Tensor:
+    """Undo :func:`grouped`: the values in the shape of ``like``."""
+    flat = like.shape[-1] < 32
+    rows, length = (like.shape[0], like[0].numel()) if flat else (like.numel() // like.shape[-1], like.shape[-1])
+    return groups.reshape(rows, -1)[:, :length].reshape(like.shape)
 
 
-def moment_bound(exact: Tensor, scale: Tensor, levels: int, unit: float) -> Tensor:
-    """[groups, 32]: how far a decoded momentum (levels 127) or root variance (255) may lie from its exact value.
+def patterns(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 patterns [groups, 32] that a variance's codes stand for, code 0's included, and units 2^k [groups, 1]."""
+    word = scale.reshape(-1, 1).view(torch.int16).long()
+    unit = 1 << (14 + word % 8)
+    last = -(-((word >> 3) << 19) // unit)
+    return ((last - 255).clamp(min=0) + grouped(codes).long()) * unit, unit
 
-    The code is the exact one, y = sqrt(|x| / s), plus at most ``unit`` codes (1/2 to nearest, 1 at random), so that
-    s y^2 moves by at most s (2 y d + d^2), d = unit / levels.
+
+def momentum_units(state: Mapping[str, Tensor]) -> Tensor | float:
+    """Adam's unit of m, fp64 [groups, 32]: 2 to half the exponent bits of v, rounded down. 1 for the others."""
+    if "exp_avg_sq" not in state:
+        return 1.0
+    held, _ = patterns(state["exp_avg_sq"], state["exp_avg_sq_scale"])
+    return torch.exp2(((held >> 23) // 2).double())
+
+
+def decoded(state: Mapping[str, Tensor], name: str) -> Tensor:
+    """fp64 moment of a compressed state, [groups, 32]: s w y |y| with y = code / 127, or the pattern's value."""
+    codes, scale = state[name], state[f"{name}_scale"]
+    if name == "exp_avg_sq":
+        held, _ = patterns(codes, scale)
+        return torch.where(grouped(codes) == 0, 0, held).int().view(torch.float32).double()
+    y = grouped(codes).double() / 127
+    return scale.double().reshape(-1, 1) * momentum_units(state) * y * y.abs()
+
+
+def moment_bound(state: Mapping[str, Tensor], name: str, exact: Tensor, unit: float) -> Tensor:
+    """[groups, 32]: how far a decoded moment may lie from its exact value [groups, 32].
+
+    Momentum: the code is the exact one, y = sqrt(|x| / s), plus at most ``unit`` codes (1/2 to nearest, 1 at random),
+    so that s y^2 moves by at most s (2 y d + d^2), d = unit / 127; times the unit of m. Variance: the pattern moves by
+    less than 2^k under either rounding, k as stored: 2^k units in the last place of the larger of the two; or it is
+    lifted to the smallest that a code above 0 stands for.
     """
-    s = scale.double().reshape(-1, 1)
-    delta = unit / levels
-    y = (grouped(exact).abs() / s.clamp(min=1e-300)).sqrt().clamp(max=1.0)
+    if name == "exp_avg_sq":
+        held, unit_of_pattern = patterns(state[name], state[f"{name}_scale"])
+        ones = torch.ones_like(state[name])
+        floor, _ = patterns(ones, state[f"{name}_scale"])
+        value, least = (p.int().view(torch.float32).double() for p in (held, floor))
+        last_place = torch.exp2(torch.floor(torch.log2(torch.maximum(value, exact).clamp(min=2.0**-126))) - 23)
+        return torch.maximum(unit_of_pattern * last_place, least * (exact > 0))
+    s = state[f"{name}_scale"].double().reshape(-1, 1) * momentum_units(state)
+    delta = unit / 127
+    y = (exact.abs() / s.clamp(min=1e-300)).sqrt().clamp(max=1.0)
     return s * (2 * y * delta + delta**2)
 
 

@@ -1,7 +1,7 @@
-"""Invariant 6: the error of the quantized update against exact Adam (fp64) stays within the design's table, section 3.
+"""Invariant 6: the error of the quantized update against exact Adam (fp64) stays within the bounds of docs/numerics.md.
 
 Error: |update - exact| over |exact| (root mean squares over the elements), averaged over 300 steps, lr 1. The bounds
-are the table's figures times 1.3 and plus 0.005, since the gradients are drawn anew here and the tensors are smaller.
+are figures measured over these 300 steps times 1.3 and plus 0.005: half of what the format is held to at most.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ SETTINGS = [(0.95, "nearest"), (0.95, "stochastic"), (0.999, "nearest"), (0.999,
 
 TABLE: dict[str, tuple[float, float, float, float]] = {
     # by SETTINGS
-    "normal, 1e-2": (0.016, 0.016, 0.030, 0.022),
-    "normal, 1e-6": (0.016, 0.016, 0.030, 0.022),
-    "lognormal, spread 1": (0.042, 0.046, 0.062, 0.085),
-    "lognormal, spread 2": (0.22, 0.24, 0.24, 0.29),
-    "constant, equal in a group": (0.039, 0.005, 0.127, 0.010),
-    "constant, each its own": (0.035, 0.043, 0.166, 0.141),
-    "one outlier of 1e4 x": (0.25, 0.17, 0.82, 0.24),
-    "rows once in 50 steps": (0.069, 0.039, 0.069, 0.039),
+    "normal, 1e-2": (0.014, 0.015, 0.014, 0.015),
+    "normal, 1e-6": (0.014, 0.015, 0.014, 0.015),
+    "lognormal, spread 1": (0.026, 0.026, 0.042, 0.042),
+    "lognormal, spread 2": (0.042, 0.042, 0.066, 0.066),
+    "constant, equal in a group": (0.005, 0.005, 0.005, 0.006),
+    "constant, each its own": (0.018, 0.015, 0.023, 0.020),
+    "one outlier of 1e4 x": (0.027, 0.027, 0.055, 0.057),
+    "rows once in 50 steps": (0.025, 0.022, 0.022, 0.017),
 }
-LARGEST_UPDATE = {"normal, 1e-2": 1.0, "lognormal, spread 1": 1.5, "lognormal, spread 2": 2.7}
-"""In units of lr; exact Adam's largest is 1 in the first step. The table's, with the same allowance."""
+LARGEST_UPDATE = {"normal, 1e-2": 1.1, "lognormal, spread 1": 1.1, "lognormal, spread 2": 1.2}
+"""In units of lr; exact Adam's largest is 1 in the first step."""
 
 
 def gradients() -> dict[str, Callable[[int], Tensor]]:
@@ -106,7 +106,7 @@ class Run:
 run = cache(Run)
 
 CHOSEN = [
-    # Two settings hold every mechanism: coarse codes that stall, and dithered ones that must not drift.
+    # Two settings hold every mechanism: one rounding point for all elements, and one for each.
     pytest.param(number, id=f"{beta2}, {rounding}", marks=[] if number in (0, 3) else [pytest.mark.full])
     for number, (beta2, rounding) in enumerate(SETTINGS)
 ]
@@ -129,11 +129,10 @@ def test_a_lost_gradient_leaves_no_update_behind(setting: int) -> None:
     """The momentum of an element that no longer gets gradients must not stay while its variance decays."""
     _, rounding = SETTINGS[setting]
     left = run(*SETTINGS[setting]).update["lost"][:, LOST].abs()
-    assert left.max().item() <= (0.03 if rounding == "nearest" else 0.001)
+    assert left.max().item() <= (0.003 if rounding == "nearest" else 0.001)
 
 
 @pytest.mark.parametrize("setting", CHOSEN)
 def test_the_variance_of_rare_rows_does_not_creep(setting: int) -> None:
-    _, rounding = SETTINGS[setting]
     ratio = run(*SETTINGS[setting]).root_of_rare_rows
-    assert ratio == pytest.approx(1.0, abs=0.18 if rounding == "nearest" else 0.01)
+    assert ratio == pytest.approx(1.0, abs=0.01)

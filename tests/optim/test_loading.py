@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from flashoptim_dist import FlashAdamW
-from flashoptim_dist.formats import encode_momentum, encode_variance, from_groups, merge, to_groups
+from flashoptim_dist.formats import encode_moments, from_groups, merge, to_groups
 from tests import pool
 from tests.numbers import assert_same_bits
 from tests.optim.cases import Case, whole, whole_state
@@ -171,13 +171,15 @@ def test_a_state_of_torchs_adamw_is_quantized_on_the_way_in(way: str) -> None:
         saved = optimizer.state[model.get_parameter(case.name)]
         loaded = other.state[other_model.get_parameter(case.name)]
         assert loaded["step"].item() == 3.0
-        for name, encode in (("exp_avg", encode_momentum), ("exp_avg_sq", encode_variance)):
-            value = saved[name].to(torch.float32)
-            if case.name == "vector":
+        names = ("exp_avg", "exp_avg_sq")
+        values = [saved[name].to(torch.float32) for name in names]
+        if case.name == "vector":
+            for name, value in zip(names, values, strict=True):
                 assert_same_bits(loaded[name], value, name)
-                continue
-            rows = value.reshape(case.shape[0], -1)
-            codes, scales = encode(to_groups(rows))
+            continue
+        rows = values[0].reshape(case.shape[0], -1)
+        encoded = encode_moments([to_groups(value.reshape(rows.shape)) for value in values], [True, False])
+        for name, (codes, scales) in zip(names, encoded, strict=True):
             assert_same_bits(loaded[name], from_groups(codes, *rows.shape).reshape(case.shape).contiguous(), name)
             assert_same_bits(loaded[name + "_scale"].flatten(), scales, name)
         if case.name != "fp32":

@@ -117,7 +117,13 @@ def test_master_weights_that_do_not_fit_change_nothing() -> None:
 
 @pytest.mark.parametrize(
     "bits, rounding, lost",
-    [(None, "stochastic", True), (24, "nearest", True), (24, "stochastic", False), (32, "nearest", False)],
+    [
+        (None, "nearest", True),
+        (None, "stochastic", False),
+        (24, "nearest", True),
+        (24, "stochastic", False),
+        (32, "nearest", False),
+    ],
 )
 def test_updates_too_small_are_counted(bits: int | None, rounding: str, lost: bool) -> None:
     """Weights of 1 moved by 1e-6: a quarter of a 24-bit ulp (2^-17 below 1, so a nearest one stays), 17 fp32 ones."""

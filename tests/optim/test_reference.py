@@ -18,18 +18,18 @@ from torch.utils._pytree import tree_leaves
 from flashoptim_dist.formats import (
     correction_bits,
     correction_dtype,
-    decode_momentum,
-    decode_variance,
-    encode_momentum,
-    encode_variance,
+    decode_moments,
+    encode_moments,
     from_groups,
     merge,
     noise_key,
     noise_words,
+    round_stochastically,
     split,
     to_groups,
 )
-from flashoptim_dist.formats.rounding import momentum_noise, variance_noise, weight_noise
+from flashoptim_dist.formats.rounding import plain_weight_noise, rotation, weight_noise
+from flashoptim_dist.formats.weights import SPLIT_DTYPES
 from flashoptim_dist.optim import compiled, cpu_backend, reference, scratch
 from flashoptim_dist.optim.reference import MomentTensors, ParameterStep, Rule
 from flashoptim_dist.optim.rules import (
@@ -116,9 +116,11 @@ class Kind:
                 value = normal(1e-3)
                 moments.append(MomentTensors(signed, value if signed else value * value, None))
                 continue
-            codes = torch.randint(*((-127, 128) if signed else (3, 256)), shape, generator=generator)
+            codes = torch.randint(*((-127, 128) if signed else (1, 256)), shape, generator=generator)
             codes[torch.rand(shape, generator=generator) < 0.1] = 0
             scale = (10.0 ** (torch.rand(layout.scale_local_shape, generator=generator) * 6 - 8)).to(torch.bfloat16)
+            if not signed:
+                scale.view(torch.int16).bitwise_and_(~1)  # of the three lowest bits, no variance has all
             scale.view(-1)[::7] = 0.0
             moments.append(MomentTensors(signed, codes.to(torch.int8 if signed else torch.uint8), scale))
         if strided:
@@ -151,6 +153,8 @@ KINDS = [
     Kind("adamw-fp16", weight=torch.float16, gradient=torch.float16, special=0.01),
     Kind("adamw-fp32", weight=torch.float32, gradient=torch.float32),
     Kind("adamw-no-correction", master_weight_bits=None),
+    Kind("adamw-fp16-no-correction", weight=torch.float16, master_weight_bits=None, quantize=False, special=0.01),
+    Kind("lion-no-correction", rule="lion", master_weight_bits=None, special=0.01),
     Kind("adamw-unquantized", quantize=False),
     Kind("lion", rule="lion", special=0.01),
     Kind("sgd", rule="sgd", stochastic=False),
@@ -200,31 +204,29 @@ def step_by_the_book(task: ParameterStep, rule: Rule) -> None:
     words = None
     if task.noise_key is not None:
         words = noise_words(torch.arange(task.weight.numel()), task.noise_key, task.step).view(rows, length)
-    before = []
-    for moment in task.moments:
-        value = moment.values.view(rows, length)
-        if moment.scale is not None:
-            decode = decode_momentum if moment.signed else decode_variance
-            value = from_groups(decode(to_groups(value), moment.scale.view(-1)), rows, length)
-        before.append(value)
+    signed = [moment.signed for moment in task.moments]
+    before = [moment.values.view(rows, length) for moment in task.moments]
+    if task.compressed:
+        stored_groups = [(to_groups(v), m.scale.view(-1)) for v, m in zip(before, task.moments, strict=True)]
+        before = [from_groups(groups, rows, length) for groups in decode_moments(stored_groups, signed)]
     master = merge(
         task.weight.reshape(rows, length), None if task.correction is None else task.correction.view(rows, length)
     )
     gradient = task.gradient.reshape(rows, length).float() * task.gradient_factor
     master, after = rule(master, gradient, tuple(before), task.scalars)
     if task.compressed:
-        after = contain_overflow(after)
-    for moment, value in zip(task.moments, after, strict=True):
-        if moment.scale is None:
+        groups = [to_groups(value) for value in contain_overflow(after)]
+        of_groups = None if words is None else to_groups(words)
+        codes_and_scales = encode_moments(groups, signed, of_groups, rotation(task.step))
+        for moment, (codes, scale) in zip(task.moments, codes_and_scales, strict=True):
+            moment.values.copy_(from_groups(codes, rows, length).reshape(shape))
+            moment.scale.copy_(scale.view(moment.scale.shape))
+    else:
+        for moment, value in zip(task.moments, after, strict=True):
             moment.values.copy_(value.view(shape))
-            continue
-        noise = None
-        if words is not None:
-            noise = to_groups(momentum_noise(words) if moment.signed else variance_noise(words))
-        codes, scale = (encode_momentum if moment.signed else encode_variance)(to_groups(value), noise)
-        moment.values.copy_(from_groups(codes, rows, length).reshape(shape))
-        moment.scale.copy_(scale.view(moment.scale.shape))
     if task.correction is None:
+        if words is not None and task.weight.dtype in SPLIT_DTYPES:
+            master = round_stochastically(master, task.weight.dtype, plain_weight_noise(words))
         task.weight.copy_(master.view(shape))
         return
     noise = None if words is None else weight_noise(words)
