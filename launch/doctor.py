@@ -278,11 +278,6 @@ def abilities(checks: list[Check], gpus: Gpus, torch: Any) -> list[Ability]:
     compiler = ("triton", "C compiler") if gpus.usable else ("C++ compiler",)
     found.append(needs("torch.compile (--compile)", *recipe, *compiler))
     found.append(needs("./launch/test without installing", *recipe, "packages of [dev]"))
-    found.append(
-        Ability("torchtitan adapter", True)
-        if installed("torchtitan")
-        else Ability("torchtitan adapter", False, "torchtitan: not installed", "Python 3.11+: pip install torchtitan")
-    )
     return found
 
 

@@ -84,7 +84,7 @@ def train(config: Config, interrupts: Interrupts | None = None) -> None:
     batches = iter(data.loader)
     clock = StepClock(world.device)
     tokens = config.global_batch * config.sequence_length
-    skipped = SkippedSteps(checkpointer, progress.step, config.skips_in_a_row)
+    skipped = SkippedSteps(checkpointer, progress.step, progress.last, config.skips_in_a_row)
     interrupts.start_saving()
     for step in range(progress.step + 1, progress.last + 1):
         with clock.phase("data"):
@@ -106,7 +106,8 @@ def train(config: Config, interrupts: Interrupts | None = None) -> None:
         if is_last or (not interrupts.agreed and config.evaluate_every and step % config.evaluate_every == 0):
             evaluate(step)
         stops_here = interrupts.agreed and not is_last
-        if is_last or stops_here or (config.save_every and step % config.save_every == 0):
+        is_due = config.save_every and step % config.save_every == 0 and not skipped.pending
+        if is_last or stops_here or is_due:
             saved = save(config, checkpointer, progress, step, world)
             log.checkpoint(step, saved)
         if stops_here:

@@ -57,8 +57,8 @@ class Config:
     clip_norm: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
     skips_in_a_row: int = 2
-    """Most steps in a row that are left out because their gradient is not finite; one more ends the run, as does any
-    loss that is not finite."""
+    """Most steps in a row that are left out because their gradient is not finite; one more ends the run, as does a last
+    step that would be left out, and any loss that is not finite. While steps are left out nothing is saved."""
 
     sequence_length: int = 256
     """Tokens per packed sequence."""

@@ -171,23 +171,27 @@ def stop_unless_finite(checkpointer: Checkpointer, doing: str, weights_of: int, 
 class SkippedSteps:
     """Steps left out because their gradient was not finite; too many in a row end the run."""
 
-    def __init__(self, checkpointer: Checkpointer, step: int, most: int) -> None:
-        """Begin after `step` steps; `most` steps in a row may be left out."""
+    def __init__(self, checkpointer: Checkpointer, step: int, last: int, most: int) -> None:
+        """Begin after `step` of `last` steps; `most` steps in a row may be left out, the last step never."""
         self._checkpointer = checkpointer
         self._applied = step
+        self._last = last
         self._most = most
+        self.pending = False
+        """Whether the newest step was left out: the weights may be what is wrong, and are not to be saved yet."""
 
     def check(self, step: int, *, loss: float, gradient_norm: float) -> bool:
         """Whether the update of `step` is to be applied. The numbers must be the same on all ranks.
 
         Raises BadInput, naming the last good checkpoint, for a loss that is not finite, or one gradient too many.
         """
-        if math.isfinite(loss) and math.isfinite(gradient_norm):
+        self.pending = not (math.isfinite(loss) and math.isfinite(gradient_norm))
+        if not self.pending:
             self._applied = step
             return True
         skipped = step - self._applied - 1
         doing = f"step {step}" + (f", after {skipped} that were left out," if skipped else "")
-        if not math.isfinite(loss) or skipped >= self._most:
+        if not math.isfinite(loss) or skipped >= self._most or step == self._last:
             stop_unless_finite(self._checkpointer, doing, self._applied, loss=loss, gradient_norm=gradient_norm)
         return False
 

@@ -90,22 +90,31 @@ def plain_values(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 def half_code_bounds(net: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """For every decoded moment the distance to the farther neighbour among its code's values, halved.
 
-    Found by decoding codes one up and one down, so that nothing of the format is repeated here.
+    Found by decoding codes one up and one down, of one moment at a time (a momentum is relative to its variance), so
+    that nothing of the format is repeated here but this: what is too small for a variance's codes has code 1, and the
+    largest code, 255, may be a power of two, above which neighbours are twice as far apart as below.
     """
     here, bounds = expected_plain(net, optimizer), {}
-    for shift in (-1, 1):
-        moved = fod.FlashAdamW(
-            [(name, parameter) for name, parameter in net.named_parameters() if parameter.requires_grad]
-        )
-        state = optimizer.state_dict()
-        for entries in state["state"].values():
-            for moment, low, high in (("exp_avg", -127, 127), ("exp_avg_sq", 1, 255)):
+    trained = [(name, parameter) for name, parameter in net.named_parameters() if parameter.requires_grad]
+    for moment, low, high in (("exp_avg", -127, 127), ("exp_avg_sq", 1, 255)):
+        smallest, largest = {}, {}
+        for shift in (-1, 1):
+            moved = fod.FlashAdamW(trained)
+            state = optimizer.state_dict()
+            for number, entries in state["state"].items():
                 if f"{moment}_scale" in entries:
                     code = entries[moment].to(torch.int16)
+                    smallest[trained[number][0]] = code <= 1
+                    largest[trained[number][0]] = code == 255
                     kept = code if moment == "exp_avg" else code.clamp(min=1)
                     entries[moment] = (kept + shift).clamp(low, high).to(entries[moment].dtype)
-        moved.load_state_dict(state)
-        for key, value in expected_plain(net, moved).items():
-            gap = (value - here[key]).abs() / 2
-            bounds[key] = torch.maximum(gap, bounds[key]) if key in bounds else gap
+            moved.load_state_dict(state)
+            for key, value in expected_plain(net, moved).items():
+                name, _, kind = key.rpartition(".")
+                if kind != moment:
+                    continue
+                gap = (value - here[key]).abs() / 2
+                if moment == "exp_avg_sq" and name in smallest:
+                    gap = torch.where(smallest[name], here[key], torch.where(largest[name], 2 * gap, gap))
+                bounds[key] = torch.maximum(gap, bounds[key]) if key in bounds else gap
     return bounds

@@ -166,7 +166,8 @@ def test_constant_gradients_keep_the_largest_codes(device: torch.device) -> None
     """The largest of a group has a largest code whatever the noise: rounded up past it, it would wrap around to 0.
 
     Tops are multiples of 2**19, 32 units of the finest lattice, so a variance on its own has a code above 255 - 33. A
-    momentum that is a bf16 number itself is 127 before rounding, give or take the error of a few operations.
+    momentum that is a bf16 number itself is 127 before rounding, give or take the error of a few operations; where
+    noise takes its variance across a power of four, its unit is twice the others', and its code 127 sqrt(1/2) = 89.8.
     """
     torch.manual_seed(0)
     scales = torch.arange(256, 256 + 256, dtype=torch.float64) / 256  # 8 significant bits: all bf16 numbers of a binade
@@ -176,4 +177,6 @@ def test_constant_gradients_keep_the_largest_codes(device: torch.device) -> None
         weight.grad = (scales.float().unsqueeze(1) * torch.ones(32)).to(device)
         optimizer.step()
         assert optimizer.state[weight]["exp_avg_sq"].min() > 255 - 33
-        assert optimizer.state[weight]["exp_avg"].min() >= 126
+        codes = optimizer.state[weight]["exp_avg"]
+        assert bool(((codes >= 126) | (codes == 89) | (codes == 90)).all())
+        assert bool((codes >= 126).any(1).all())
