@@ -132,7 +132,7 @@ def test_edge_weights_with_every_16_bit_correction(dtype: torch.dtype) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("part", range(SLICES))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, SLICES))])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_weight_with_every_16_bit_correction(dtype: torch.dtype, part: int) -> None:
     for pair in every_pair(finite_weights(dtype)[part::SLICES], every_correction(16)):
