@@ -23,7 +23,6 @@ from flashoptim_dist.kernels.layout import (
     MOMENTUM_TO_DIRECTION,
     ONE_MINUS_BETA1,
     ONE_MINUS_BETA2,
-    ROOT_BETA2,
     ROTATION,
     SCALAR_COLUMNS,
     SKIP,
@@ -95,7 +94,6 @@ def adam_advance_kernel(
     l2,
     beta1,
     one_minus_beta1,
-    root_beta2,
     beta2,
     one_minus_beta2,
     root_one_minus_beta2,
@@ -143,7 +141,6 @@ def adam_advance_kernel(
     base = scalars + row * SCALAR_COLUMNS
     zero = tl.zeros([BLOCK], dtype=tl.float32)
     tl.store(base + BETA1, zero + beta1, mask=mask)
-    tl.store(base + ROOT_BETA2, zero + root_beta2, mask=mask)
     if HAS_L2:
         tl.store(base + GRADIENT_TO_MOMENTUM, zero + one_minus_beta1, mask=mask)
         tl.store(base + GRADIENT_TO_VARIANCE, zero + root_one_minus_beta2, mask=mask)

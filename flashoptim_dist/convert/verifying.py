@@ -26,10 +26,10 @@ from flashoptim_dist.convert.progress import Progress, Silent
 from flashoptim_dist.convert.sharing import shares
 from flashoptim_dist.convert.targets import TARGETS, moments_of
 from flashoptim_dist.convert.training_state import TrainingState
-from flashoptim_dist.formats import FORMAT_VERSION, GROUP_SIZE, to_groups, to_rows
+from flashoptim_dist.formats import FORMAT_VERSION, GROUP_SIZE, to_groups, to_rows, version1
 from flashoptim_dist.optim.state import ERROR_BITS, STEP
 
-_VARIANCE_FLOOR = {1: 3}
+_VARIANCE_FLOOR = {1: version1.SMALLEST_VARIANCE_CODE}
 """Smallest code of a variance above zero, by the format's version; 1 where none is named."""
 
 

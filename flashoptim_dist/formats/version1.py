@@ -11,6 +11,9 @@ from torch import Tensor
 
 from flashoptim_dist.formats.moments import decode_momentum
 
+SMALLEST_VARIANCE_CODE = 3
+"""Of a variance above zero."""
+
 _LEVELS = 255
 
 

@@ -179,7 +179,6 @@ def _adam_constants(beta1: float, beta2: float) -> tuple[float, ...]:
     return (
         beta1,
         1.0 - beta1,
-        math.sqrt(beta2),
         beta2,
         1.0 - beta2,
         math.sqrt(1.0 - beta2),

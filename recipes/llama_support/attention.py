@@ -51,8 +51,8 @@ def attention_arguments(batch: dict[str, Tensor], device: torch.device) -> dict[
     """
     if device.type != "cuda":
         return {"attention_mask": document_causal_mask(batch["document_ids"]).to(device)}
-    # The bounds are read off the batch in host memory: on the device their number would need a synchronization.
-    bounds = document_bounds(batch["position_ids"].cpu())
+    # The batch is in host memory: on the device the number of bounds would need a synchronization.
+    bounds = document_bounds(batch["position_ids"])
     return {"document_bounds": bounds.to(device, non_blocking=True), "longest": batch["position_ids"].shape[1]}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import Any
 
@@ -118,6 +119,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return hidden, weight, None, None
 
 
+@functools.cache  # else a look through every folder of the path for each micro-batch
 def _has_liger() -> bool:
     return importlib.util.find_spec("liger_kernel") is not None
 

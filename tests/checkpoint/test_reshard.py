@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import flashoptim_dist as fod
 from flashoptim_dist import checkpoint
+from tests.checkpoint.cases import Stage
 from tests.checkpoint.models import OPTIMIZERS, build, differences, flash, gathered, steps, trainable
 from tests.pool import run_ranks
 
@@ -212,19 +213,6 @@ def test_groups_with_different_options_put_into_one_keep_the_live_option(tmp_pat
     path = str(tmp_path / "checkpoint")
     run_ranks(2, _groups, path, "flash", False)
     assert run_ranks(2, _merged_groups, path) == [[0.5, 0.1]] * 2
-
-
-class Stage(nn.Module):
-    """One pipeline stage, with the names that its layers have in the whole model."""
-
-    def __init__(self, layers: list[int]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict({str(index): _layer(index) for index in layers})
-
-
-def _layer(index: int) -> nn.Linear:
-    torch.manual_seed(index)
-    return nn.Linear(64, 40, dtype=torch.bfloat16)
 
 
 def _pipeline(path: str, stages: list[list[list[int]]], load: bool) -> dict[str, Tensor]:

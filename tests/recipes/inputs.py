@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,3 +52,49 @@ def write_rows(path: Path, count: int = 60) -> Path:
             rows.append({"text": f"a line about the number {i} and its neighbour {i + 1}"})
     path.write_text("\n".join(json.dumps(row) for row in rows))
     return path
+
+
+def small_run(folder: Path) -> dict[str, Any]:
+    """Options of a run of six steps on a tiny model and a few rows, which are written into `folder`."""
+    return {
+        "model": str(write_tiny_model(folder / "tiny")),
+        "data": str(write_rows(folder / "rows.jsonl")),
+        "sequence_length": 48,
+        "global_batch": 6,
+        "micro_batch": 2,
+        "steps": 6,
+        "warmup_steps": 2,
+        "lr": 1e-2,
+        "save_every": 2,
+        "evaluate_every": 4,
+        "validation_fraction": 0.1,
+        "device": "cpu",
+    }
+
+
+def saved_checkpoint(run: Path, step: int) -> dict[str, Any]:
+    """All that a run saved after `step` steps, nested."""
+    target = run / f"state-{step}.pt"
+    dcp_to_torch_save(run / "checkpoints" / f"step-{step:08d}", target)
+    loaded: dict[str, Any] = torch.load(target, weights_only=False)
+    return loaded
+
+
+def saved_tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """Its tensors, by their keys with a / before each."""
+    entries = _flat(saved_checkpoint(run, step)).items()
+    return {name: value for name, value in entries if isinstance(value, torch.Tensor)}
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {name: leaf for key, inner in value.items() for name, leaf in _flat(inner, f"{prefix}/{key}").items()}
+
+
+def assert_same_state(first: Path, second: Path, step: int) -> None:
+    """Both runs saved the same bits after `step` steps."""
+    left, right = saved_tensors(first, step), saved_tensors(second, step)
+    assert left.keys() == right.keys()
+    assert sum("exp_avg" in name for name in left) > 10
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []

@@ -21,56 +21,16 @@ from llama_support.config import Config
 from llama_support.errors import BadInput
 from llama_support.interrupts import SIGNALS, Interrupted, Interrupts
 from llama_support.progress import after_resume
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.pool import run_ranks
-from tests.recipes.inputs import ROOT, write_rows, write_tiny_model
+from tests.recipes.inputs import ROOT, assert_same_state, saved_tensors, small_run
 
 RECIPE = ROOT / "recipes" / "llama_finetune.py"
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("inputs")
-    return {
-        "model": str(write_tiny_model(folder / "tiny")),
-        "data": str(write_rows(folder / "rows.jsonl")),
-        "sequence_length": 48,
-        "global_batch": 6,
-        "micro_batch": 2,
-        "steps": 6,
-        "warmup_steps": 2,
-        "lr": 1e-2,
-        "save_every": 4,
-        "evaluate_every": 0,
-        "validation_fraction": 0.1,
-        "sample_tokens": 0,
-        "device": "cpu",
-    }
-
-
-def _tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
-    target = run / f"state-{step}.pt"
-    dcp_to_torch_save(run / "checkpoints" / f"step-{step:08d}", target)
-    found: dict[str, torch.Tensor] = {}
-
-    def collect(value: Any, name: str) -> None:
-        if isinstance(value, torch.Tensor):
-            found[name] = value
-        elif isinstance(value, dict):
-            for key, inner in value.items():
-                collect(inner, f"{name}.{key}")
-
-    collect(torch.load(target, weights_only=False), "")
-    return found
-
-
-def _assert_same_state(first: Path, second: Path, step: int) -> None:
-    a, b = _tensors(first, step), _tensors(second, step)
-    assert a.keys() == b.keys()
-    assert a
-    for name, value in a.items():
-        assert torch.equal(value, b[name]), name
+    return {**small_run(tmp_path_factory.mktemp("inputs")), "save_every": 4, "evaluate_every": 0, "sample_tokens": 0}
 
 
 @contextmanager
@@ -120,7 +80,7 @@ def test_a_signal_to_one_rank_saves_the_same_step_on_all(
     assert run_ranks(2, _train_and_signal, parts, 1, 2, number) == [(told, False), (told, True)]
     assert sorted(path.name for path in (tmp_path / "parts" / "checkpoints").glob("step-*")) == ["step-00000003"]
     assert run_ranks(2, _train_and_signal, parts, -1, 0, number) == [("trained to the end", False)] * 2
-    _assert_same_state(tmp_path / "whole", tmp_path / "parts", 6)
+    assert_same_state(tmp_path / "whole", tmp_path / "parts", 6)
 
 
 def test_a_signal_in_the_last_step_changes_nothing(inputs: dict[str, Any], tmp_path: Path) -> None:
@@ -150,7 +110,7 @@ def test_single_skips_pass_and_repeated_ones_stop(inputs: dict[str, Any], tmp_pa
     assert run_ranks(2, _train_with_bad_gradients, {**values, "steps": 6}, [2, 4, 5]) == [None, None]
     saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
     assert saved == ["step-00000001", "step-00000003", "step-00000006"]
-    applied = {name: value for name, value in _tensors(tmp_path, 6).items() if name.endswith(".step")}
+    applied = {name: value for name, value in saved_tensors(tmp_path, 6).items() if name.endswith("/step")}
     assert len(applied) > 10
     assert all(float(steps) == 3 for steps in applied.values())
     told = run_ranks(2, _train_with_bad_gradients, {**values, "resume": "3"}, [2, 3, 4])
@@ -229,4 +189,4 @@ def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(inputs: d
     output, errors = process.communicate(timeout=250)
     assert process.returncode == 0, errors
     assert "from step 3 to 12" in output
-    _assert_same_state(whole, killed, 12)
+    assert_same_state(whole, killed, 12)

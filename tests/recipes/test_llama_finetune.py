@@ -18,11 +18,10 @@ import pytest
 import torch
 from llama_support.config import Config
 from llama_support.errors import BadInput
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from flashoptim_dist.checkpoint import format_check
 from tests.pool import run_ranks
-from tests.recipes.inputs import ROOT, write_rows, write_tiny_model
+from tests.recipes.inputs import ROOT, assert_same_state, saved_checkpoint, saved_tensors, small_run, write_tiny_model
 
 
 class _CutOffError(Exception):
@@ -52,45 +51,7 @@ def _train(values: dict[str, Any], cut_at: int | None = None) -> str | None:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("inputs")
-    return {
-        "model": str(write_tiny_model(folder / "tiny")),
-        "data": str(write_rows(folder / "rows.jsonl")),
-        "sequence_length": 48,
-        "global_batch": 6,
-        "micro_batch": 2,
-        "steps": 6,
-        "warmup_steps": 2,
-        "lr": 1e-2,
-        "save_every": 2,
-        "evaluate_every": 4,
-        "validation_fraction": 0.1,
-        "device": "cpu",
-    }
-
-
-def _saved(run: Path, step: int) -> dict[str, Any]:
-    target = run / f"state-{step}.pt"
-    dcp_to_torch_save(run / "checkpoints" / f"step-{step:08d}", target)
-    loaded: dict[str, Any] = torch.load(target, weights_only=False)
-    return loaded
-
-
-def _state(run: Path, step: int) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in _flat(_saved(run, step)).items() if isinstance(value, torch.Tensor)}
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix: value}
-    return {name: leaf for key, inner in value.items() for name, leaf in _flat(inner, f"{prefix}/{key}").items()}
-
-
-def _assert_same_state(first: Path, second: Path, step: int) -> None:
-    left, right = _state(first, step), _state(second, step)
-    assert left.keys() == right.keys()
-    assert sum("exp_avg" in name for name in left) > 10
-    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+    return small_run(tmp_path_factory.mktemp("inputs"))
 
 
 def _metrics(run: Path) -> list[dict[str, Any]]:
@@ -103,7 +64,7 @@ def test_a_run_that_was_cut_off_ends_with_the_same_state(inputs: dict[str, Any],
     assert run_ranks(2, _train, {**inputs, "output": str(cut)}, 6) == ["cut off", "cut off"]
     assert not (cut / "checkpoints" / "step-00000006").exists()
     assert run_ranks(2, _train, {**inputs, "output": str(cut)}) == [None, None]
-    _assert_same_state(whole, cut, 6)
+    assert_same_state(whole, cut, 6)
 
     def values(run: Path) -> list[tuple[str, int, float]]:
         return [(record["kind"], record["step"], record["loss"]) for record in _metrics(run)]
@@ -143,7 +104,7 @@ def test_options_may_change_on_resuming(inputs: dict[str, Any], tmp_path: Path, 
     assert run_ranks(2, _train, values, 3) == ["cut off", "cut off"]
     changes = {"weight_decay": 0.5, "betas": (0.8, 0.9), "activation_checkpointing": "none", "global_batch": 4}
     assert run_ranks(2, _train, {**values, **changes}) == [None, None]
-    groups = _saved(tmp_path, 4)["optimizer"]["param_groups"]
+    groups = saved_checkpoint(tmp_path, 4)["optimizer"]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
     assert [tuple(group["betas"]) for group in groups] == [(0.8, 0.9)] * 2
 
@@ -247,13 +208,13 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays(
 ) -> None:
     values = {**inputs, "output": str(tmp_path / "run"), "steps": 2}
     assert run_ranks(2, _train, values) == [None, None]
-    before = _state(tmp_path / "run", 2)
+    before = saved_tensors(tmp_path / "run", 2)
     if "model" in change:
         change = {"model": str(write_tiny_model(tmp_path / "other", num_hidden_layers=3))}
     texts = run_ranks(2, _train, {**values, **change})
     assert len(set(texts)) == 1
     assert "another --output" in str(texts[0])
-    after = _state(tmp_path / "run", 2)
+    after = saved_tensors(tmp_path / "run", 2)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -341,7 +302,7 @@ def test_a_run_whose_rank_is_killed_ends_with_the_same_state(inputs: dict[str, A
         assert running.wait(timeout=120) != 0
     assert not (killed / "checkpoints" / "step-00000012").exists()
     assert _run(_options({**values, "output": str(killed)})).returncode == 0
-    _assert_same_state(whole, killed, 12)
+    assert_same_state(whole, killed, 12)
 
 
 def _child_ranks(parent: int) -> list[int]:
