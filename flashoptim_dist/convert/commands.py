@@ -85,7 +85,28 @@ class Verify:
 
 
 @dataclass(kw_only=True)
-class _Format:
+class _Writing:
+    """What the commands that write have in common."""
+
+    force: bool = False
+    """Replace what is there."""
+    json: bool = False
+    """Print JSON instead of text."""
+
+    def write(self, progress: Progress) -> Converted:
+        """Do it; each command has its own."""
+        raise NotImplementedError
+
+    def run(self) -> int:
+        """Do it and print what was written."""
+        with _progress(not self.json) as progress:
+            done = self.write(progress)
+        _report(done, self.json)
+        return 0
+
+
+@dataclass(kw_only=True)
+class _Format(_Writing):
     """Options of the number format, shared by the commands that write it."""
 
     master_weight_bits: Literal["24", "32", "none"] | None = None
@@ -129,32 +150,25 @@ class Convert(_Format):
     """Of the weights; left out: fp32 for a plain optimizer; for this library's as they were, and bf16 if fp32."""
     keep_fp32: tuple[str, ...] = ()
     """Patterns on names of modules whose weights stay in fp32, as in cast_model."""
-    force: bool = False
-    """Replace what is there."""
-    json: bool = False
-    """Print JSON instead of text."""
 
-    def run(self) -> int:
+    def write(self, progress: Progress) -> Converted:
         """Convert."""
-        with _progress(not self.json) as progress:
-            done = convert(
-                self.source,
-                self.target,
-                self.to,
-                layout=self.layout,
-                weights=self.weights,
-                dtype=_dtype(self.dtype),
-                keep_fp32=self.keep_fp32,
-                options=self.options(),
-                overwrite=self.force,
-                progress=progress,
-            )
-        _report(done, self.json)
-        return 0
+        return convert(
+            self.source,
+            self.target,
+            self.to,
+            layout=self.layout,
+            weights=self.weights,
+            dtype=_dtype(self.dtype),
+            keep_fp32=self.keep_fp32,
+            options=self.options(),
+            overwrite=self.force,
+            progress=progress,
+        )
 
 
 @dataclass(kw_only=True)
-class ExportHf:
+class ExportHf(_Writing):
     """Write a checkpoint's weights as a Hugging Face model folder of safetensors."""
 
     checkpoint: Checkpoint
@@ -167,27 +181,20 @@ class ExportHf:
     """The model folder that training began from: its config.json and tokenizer are copied."""
     max_shard_size: str = "5GB"
     """Largest size of one file, such as 500MB or 5GB."""
-    force: bool = False
-    """Replace what is there."""
-    json: bool = False
-    """Print JSON instead of text."""
 
-    def run(self) -> int:
+    def write(self, progress: Progress) -> Converted:
         """Export."""
         dtype = _dtype(self.dtype)
         assert dtype is not None
-        with _progress(not self.json) as progress:
-            done = export_hf(
-                self.checkpoint,
-                self.folder,
-                dtype=dtype,
-                config=self.config,
-                shard_bytes=parse_size(self.max_shard_size),
-                overwrite=self.force,
-                progress=progress,
-            )
-        _report(done, self.json)
-        return 0
+        return export_hf(
+            self.checkpoint,
+            self.folder,
+            dtype=dtype,
+            config=self.config,
+            shard_bytes=parse_size(self.max_shard_size),
+            overwrite=self.force,
+            progress=progress,
+        )
 
 
 @dataclass(kw_only=True)
@@ -204,26 +211,19 @@ class ImportHf(_Format):
     """Of the weights; left out: bf16 for this library's optimizers, fp32 for plain ones."""
     keep_fp32: tuple[str, ...] = ()
     """Patterns on names of modules whose weights stay in fp32, as in cast_model."""
-    force: bool = False
-    """Replace what is there."""
-    json: bool = False
-    """Print JSON instead of text."""
 
-    def run(self) -> int:
+    def write(self, progress: Progress) -> Converted:
         """Import."""
-        with _progress(not self.json) as progress:
-            done = import_hf(
-                self.folder,
-                self.checkpoint,
-                to=self.to,
-                dtype=_dtype(self.dtype),
-                keep_fp32=self.keep_fp32,
-                options=self.options(),
-                overwrite=self.force,
-                progress=progress,
-            )
-        _report(done, self.json)
-        return 0
+        return import_hf(
+            self.folder,
+            self.checkpoint,
+            to=self.to,
+            dtype=_dtype(self.dtype),
+            keep_fp32=self.keep_fp32,
+            options=self.options(),
+            overwrite=self.force,
+            progress=progress,
+        )
 
 
 # ---------------------------------------------------------------------- output
