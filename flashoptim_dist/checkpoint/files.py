@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from flashoptim_dist.checkpoint import layout
 from flashoptim_dist.checkpoint.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -75,9 +77,31 @@ def unreadable(file: Path, error: OSError) -> DamagedCheckpointError:
     return DamagedCheckpointError(f"{file} can't be read: {error.strerror or error}")
 
 
+def hide(directory: Path) -> Path:
+    """Take a directory's name away and return its new, hidden one. Of several processes that try, one succeeds.
+
+    Raises:
+        OSError: it is not there (any more), or can't be renamed.
+    """
+    hidden = layout.deleting_path(directory, uuid.uuid4().hex[:12])
+    if hidden != directory:
+        os.rename(directory, hidden)
+    return hidden
+
+
 def remove_tree(directory: Path) -> None:
-    """Delete a directory that is no longer needed; what can't be deleted stays, under its hidden name."""
-    shutil.rmtree(directory, ignore_errors=True)
+    """Delete a directory that is no longer needed; what can't be deleted stays, under a hidden name.
+
+    It loses its name first: whoever else is about to give it a better one, a second run that saves into the same folder
+    by accident, finds it gone instead of half deleted.
+    """
+    try:
+        hidden = hide(directory)
+    except FileNotFoundError:
+        return
+    except OSError:  # a full disk may have no room for the longer name
+        hidden = directory
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:

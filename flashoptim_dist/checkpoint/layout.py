@@ -5,6 +5,7 @@
         step-00000100/              one checkpoint: a DCP directory
             .metadata  __0_0.distcp  __1_0.distcp ...  manifest.json
         .step-00000200.saving-...   a save under way, or what a killed one left
+        .step-00000050.deleting-... a checkpoint being deleted, likewise
 
 Entries: ``model.<name>``, ``optimizer.state.<name>.<state>``, ``optimizer.param_groups.<i>.<key>`` as torch's own
 ``get_model_state_dict`` and ``get_optimizer_state_dict`` call them, and ``format``, ``scheduler``, ``extras...``,
@@ -69,9 +70,18 @@ def replaced_path(target: Path) -> Path:
     return target.with_name(f".{target.name}.replaced")
 
 
-def staging_leftovers(target: Path) -> list[Path]:
+def deleting_path(directory: Path, token: str) -> Path:
+    """Return the hidden name under which a directory is deleted; that of one being deleted is its own."""
+    if ".deleting" in directory.name:
+        return directory
+    return directory.with_name(f".{directory.name.removeprefix('.')}.deleting-{token}")
+
+
+def leftovers(target: Path) -> list[Path]:
     """Return the folders that earlier saves to ``target`` left when they were killed."""
-    return sorted(target.parent.glob(f".{_escape(target.name)}.saving-*"))
+    name = _escape(target.name)
+    patterns = (f".{name}.saving-*", f".{name}.deleting-*", f".{name}.replaced.deleting-*")
+    return sorted(found for pattern in patterns for found in target.parent.glob(pattern))
 
 
 def _escape(name: str) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 
 from flashoptim_dist.checkpoint import layout
-from flashoptim_dist.checkpoint.files import remove_tree, sync_directory
+from flashoptim_dist.checkpoint.files import hide, remove_tree, sync_directory
 
 
 def read_latest(directory: Path) -> int | None:
@@ -36,19 +35,17 @@ def prune(directory: Path, newest: int, keep_last: int | None, keep_every: int |
     """Delete the checkpoints that are not kept. Each loses its name first, so that none is ever seen half deleted."""
     for step in steps_to_drop(layout.steps_in(directory), newest, keep_last, keep_every):
         target = directory / layout.step_name(step)
-        doomed = target.with_name(f".{target.name}.deleting")
         try:
-            remove_tree(doomed)
-            os.rename(target, doomed)
+            hidden = hide(target)
             sync_directory(directory)
         except OSError as error:
             warnings.warn(f"{target} can't be deleted: {error.strerror}", stacklevel=2)
             continue
-        remove_tree(doomed)
+        remove_tree(hidden)
 
 
 def clean(directory: Path) -> None:
     """Delete what killed saves and deletions left. Only where no other process saves into the folder."""
-    for pattern in (".step-*.saving-*", ".step-*.deleting"):
+    for pattern in (".step-*.saving-*", ".step-*.deleting*"):
         for leftover in directory.glob(pattern):
             remove_tree(leftover)

@@ -249,7 +249,7 @@ def make_staging(target: Path, overwrite: bool) -> str:
         if target.exists() and not overwrite and any(target.iterdir()):
             raise CheckpointError(f"{target} exists: choose another folder, or pass overwrite=True")
         target.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in layout.staging_leftovers(target):
+        for leftover in layout.leftovers(target):
             remove_tree(leftover)
         staging = layout.staging_path(target, uuid.uuid4().hex[:12])
         staging.mkdir()

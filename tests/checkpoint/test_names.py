@@ -80,4 +80,4 @@ def test_leftovers_are_found_by_their_exact_name(tmp_path: Path) -> None:
     mine = layout.staging_path(target, "0")
     mine.mkdir()
     layout.staging_path(tmp_path / "a1x", "0").mkdir()
-    assert layout.staging_leftovers(target) == [mine]
+    assert layout.leftovers(target) == [mine]
