@@ -26,7 +26,7 @@ from flashoptim_dist.convert.progress import Progress, Silent
 from flashoptim_dist.convert.sharing import shares
 from flashoptim_dist.convert.targets import TARGETS, moments_of
 from flashoptim_dist.convert.training_state import TrainingState
-from flashoptim_dist.formats import FORMAT_VERSION, GROUP_SIZE, to_groups, to_rows, version1
+from flashoptim_dist.formats import FORMAT_VERSION, GROUP_SIZE, are_variance_scales, to_groups, to_rows, version1
 from flashoptim_dist.optim.state import ERROR_BITS, STEP
 
 _VARIANCE_FLOOR = {1: version1.SMALLEST_VARIANCE_CODE}
@@ -75,8 +75,8 @@ def verify(
     """Read all of a checkpoint and report what is wrong with it (all ranks must call; they share it out).
 
     Every file is compared with the manifest, size and checksum; every floating tensor must be finite; of this library's
-    states, scales must be finite and not negative, codes in their range and zero where the scale is, step counts whole
-    numbers, and the decoded moments finite.
+    states, scales must be ones that the format's version writes, codes in their range and zero where the scale is, step
+    counts whole numbers, and the decoded moments finite.
 
     Raises:
         CheckpointError: on every rank: there is no checkpoint, or a file is missing or damaged, so that what it holds
@@ -172,6 +172,8 @@ def _block_problems(saved: Saved, family: str, start: int, stop: int, version: i
         scale = scales.rows(start, stop)
         if not bool(torch.isfinite(scale.to(torch.float32)).all()) or bool((scale < 0).any()):
             yield moment.scale_name, "has scales that are negative or not finite"
+        elif not moment.signed and version == FORMAT_VERSION and not bool(are_variance_scales(scale).all()):
+            yield moment.scale_name, f"has scales that number format version {FORMAT_VERSION} never writes"
         yield from ((moment.name, reason) for reason in _code_problems(code, scale, moment.signed, version))
 
 

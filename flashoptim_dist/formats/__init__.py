@@ -11,6 +11,7 @@ from flashoptim_dist.formats.groups import (
     to_rows,
 )
 from flashoptim_dist.formats.moments import (
+    are_variance_scales,
     decode_moments,
     decode_momentum,
     decode_variance,
@@ -39,6 +40,7 @@ __all__ = [
     "ROUNDINGS",
     "FormatSpec",
     "Rounding",
+    "are_variance_scales",
     "canonical_name",
     "correction_bits",
     "correction_dtype",

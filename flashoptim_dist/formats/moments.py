@@ -133,6 +133,13 @@ def pack(top: Tensor, shift: Tensor) -> Tensor:
     return ((top << 3) + (shift - FINEST_SHIFT)).to(torch.int16).view(torch.bfloat16)
 
 
+def are_variance_scales(scales: Tensor) -> Tensor:
+    """Return which bf16 numbers are scales that a variance can have: T and k in their ranges, and 0 for T = 0 alone."""
+    word = scales.contiguous().view(torch.int16)
+    fits = (word >= 0) & (word >> 3 <= LARGEST_TOP) & (word & 7 <= COARSEST_SHIFT - FINEST_SHIFT)
+    return fits & ((word == 0) | (word >> 3 > 0))
+
+
 def lattice(scales: Tensor) -> tuple[Tensor, Tensor]:
     """Return (base, k), int32 [...], of bf16 scales: code c stands for the pattern base + (c << k)."""
     word = scales.contiguous().view(torch.int16).to(torch.int32)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flashoptim_dist.formats import FORMAT_VERSION, canonical_name
-from flashoptim_dist.formats.spec import COARSEST_SHIFT, FINEST_SHIFT
+from flashoptim_dist.formats import FORMAT_VERSION, are_variance_scales, canonical_name
 from flashoptim_dist.formats.weights import CORRECTION_DTYPES
 from flashoptim_dist.optim.checks import check_torch_options
 from flashoptim_dist.optim.conversion import convert_correction, dequantize, local_part, quantize
@@ -255,13 +254,12 @@ def _check_scales(
     for moment, (_, scale) in zip(moments, stored, strict=True):
         if moment.signed:
             continue
-        patterns = scale.contiguous().view(torch.int16)
-        if bool(((patterns < 0) | ((patterns & 7) > COARSEST_SHIFT - FINEST_SHIFT)).any()):
+        if not bool(are_variance_scales(scale).all()):
             raise ValueError(
                 f"{moment.scale_name!r} of parameter {record.name!r} holds what number format version "
-                f"{FORMAT_VERSION} never writes, and no record says which version it is of. Load the checkpoint with "
-                'flashoptim_dist.checkpoint.load, or put its record beside the state: state_dict["format"] = '
-                '{"name": "fd1", "version": 1}'
+                f"{FORMAT_VERSION} never writes: the state is damaged, or of version 1 and no record says so. In that "
+                "case load the checkpoint with flashoptim_dist.checkpoint.load, or put its record beside the state: "
+                'state_dict["format"] = {"name": "fd1", "version": 1}'
             )
 
 

@@ -197,6 +197,11 @@ def test_a_target_that_can_not_be_written_is_named(ours: Path, tmp_path: Path) -
         ("exp_avg", lambda value: value.view(-1)[3:4].fill_(-128), "exp_avg has codes of -128"),
         ("exp_avg_scale", lambda value: value.view(-1)[3:4].fill_(float("inf")), "exp_avg_scale has scales that are"),
         ("exp_avg_sq_scale", lambda value: value.view(-1)[3:4].fill_(-1.0), "exp_avg_sq_scale has scales that are"),
+        (
+            "exp_avg_sq_scale",
+            lambda value: value.view(torch.int16).view(-1)[3:4].bitwise_or_(7),
+            "exp_avg_sq_scale has scales that number format version 2 never writes",
+        ),
         ("exp_avg_scale", lambda value: value.zero_(), "exp_avg has codes other than 0 where the scale is 0"),
         ("step", lambda value: value.fill_(2.5), "step is 2.5, which is no count of steps"),
         ("weight", lambda value: value.view(-1)[3:4].fill_(float("nan")), "model.up.weight has 1 of 32768 elements"),

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flashoptim_dist.formats import (
+    are_variance_scales,
     decode_moments,
     decode_momentum,
     decode_variance,
@@ -275,6 +276,21 @@ def test_every_variance_code_of_every_scale_decodes_to_more_than_the_one_below()
     # The last code reaches the top, or, where a group lies within 255 units of 0, beyond it.
     assert bool((ends >= tops << 19).all())
     assert bool(torch.isfinite(decoded).all())
+
+
+def test_the_scales_of_a_variance_are_told_from_all_other_numbers() -> None:
+    words = torch.arange(-(2**15), 2**15)
+    tops, shifts = words >> 3, words & 7
+    expected = (words == 0) | ((tops >= 1) & (tops <= LARGEST_TOP) & (shifts <= 6))
+    scales = words.to(torch.int16).view(torch.bfloat16)
+    assert torch.equal(are_variance_scales(scales), expected)
+    assert are_variance_scales(scales[expected].reshape(-1, 1).expand(-1, 2)[::3]).all()
+
+
+@given(groups_of(st.integers(0, (1 << 31) - 1), signed=False), noises)
+def test_every_scale_that_is_written_counts_as_one(group: Tensor, seed: int | None) -> None:
+    words = None if seed is None else torch.full((32,), seed, dtype=torch.int64).to(torch.int32)
+    assert are_variance_scales(encode_variance(group, words)[1]).all()
 
 
 def test_every_momentum_code_is_its_own_rounding() -> None:
