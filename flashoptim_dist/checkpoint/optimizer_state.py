@@ -129,19 +129,22 @@ class OptimizerLoad:
         return result
 
     def _load_state_dict(self, entries: Mapping[torch.Tensor, Any]) -> dict[str, torch.Tensor]:
-        """Call ``load_state_dict`` with these states; what the checkpoint does not know of keeps its own."""
-        state: dict[int, Any] = {}
-        for number, parameter in enumerate(self._parameters):
-            if parameter in entries:
-                state[number] = entries[parameter]
-            elif self._name[parameter] is None and self._optimizer.state.get(parameter):
-                state[number] = self._optimizer.state[parameter]
+        """Call ``load_state_dict`` with these states; what the checkpoint does not know of keeps its own.
+
+        That is put back afterwards: beside the saved states it would be read in their version of the number format.
+        """
+        live = self._optimizer.state
+        kept = {
+            parameter: live[parameter] for parameter, name in self._name.items() if name is None and parameter in live
+        }
+        state = {self._number[parameter]: values for parameter, values in entries.items()}
         whole: dict[str, Any] = {STATE: state, PARAM_GROUPS: self._groups}
         if self._spec is not None:
             whole["format"] = dict(self._spec)
         self._optimizer.load_state_dict(whole)
-        for group, live in zip(self._optimizer.param_groups, self._lrs, strict=True):
-            _keep_kind_of_lr(group, live)
+        self._optimizer.state.update(kept)
+        for group, lr in zip(self._optimizer.param_groups, self._lrs, strict=True):
+            _keep_kind_of_lr(group, lr)
         return {}
 
     def _group(self, group: dict[str, Any], index: int) -> dict[str, Any]:

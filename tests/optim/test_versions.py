@@ -116,3 +116,26 @@ def test_a_version_1_checkpoint_is_converted(tmp_path: Path) -> None:
     model[0].weight.grad = torch.ones_like(model[0].weight)
     optimizer.step()
     assert optimizer.state[model[0].weight]["step"] == 6
+
+
+def test_a_parameter_that_a_version_1_checkpoint_lacks_keeps_its_state(tmp_path: Path) -> None:
+    """As one that was frozen when it was saved: its live state is of version 2 and must not be read as version 1's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 8, bias=False), nn.Linear(64, 8, bias=False)).bfloat16()
+    optimizer = fod.FlashAdamW([("0.weight", model[0].weight)])
+    optimizer.init_state()
+    for name, value in entries().items():
+        optimizer.state[model[0].weight][name].copy_(value)
+    spec = {**optimizer.format_spec(), "version": 1}
+    optimizer.format_spec = lambda: spec  # type: ignore[method-assign]
+    path = checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+    optimizer = fod.FlashAdamW(model.named_parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    before = {name: value.clone() for name, value in optimizer.state[model[1].weight].items()}
+    with pytest.warns(UserWarning, match=r"version 1 to version 2 \(1x\)"):
+        checkpoint.load(path, model, optimizer)
+    check(optimizer, model[0].weight, entries())
+    for name, value in optimizer.state[model[1].weight].items():
+        assert_same_bits(value, before[name])
