@@ -44,6 +44,8 @@ def train(comparison: Comparison, optimizer: str, options: list[str]) -> Run:
         ranks = [str(ROOT / "launch" / "ranks.py"), "--standalone", f"--nproc-per-node={comparison.processes}"]
         command = [sys.executable, *ranks, script]
     command += [*options, "--optimizer", optimizer, "--output", str(folder), "--when-finished", "stop"]
+    if optimizer != "flash_adamw":
+        command.append("--no-gradient-release")  # which it cannot; a config or option asks for the other's
     code = subprocess.run(command).returncode
     if code != 0:
         raise BadInput(f"the run with {optimizer} ended with exit code {code}; {' '.join(command)}")

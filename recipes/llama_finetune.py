@@ -19,7 +19,7 @@ from llama_support.errors import exit_on_bad_input
 from llama_support.interrupts import Interrupted, Interrupts
 from llama_support.metrics import RunLog, StepClock
 from llama_support.model import build_model, check_model, load_tokenizer, model_folder, read_llama_config
-from llama_support.optimizers import build_optimizer
+from llama_support.optimizers import build_optimizer, release_gradients
 from llama_support.progress import (
     SkippedSteps,
     checkpoint_folder,
@@ -32,7 +32,7 @@ from llama_support.progress import (
 )
 from llama_support.report import read_run, write_report
 from llama_support.sampling import write_sample
-from llama_support.training import accumulate_gradient, clip_gradients, set_learning_rate, validation_loss
+from llama_support.training import accumulate_gradient, clip_gradients, set_learning_rate, take_step, validation_loss
 from llama_support.world import start_world
 from transformers import set_seed
 
@@ -62,10 +62,11 @@ def train(config: Config, interrupts: Interrupts | None = None) -> None:
 
     model = build_model(config, folder, llama_config, world)
     optimizer = build_optimizer(config, model)
+    release = release_gradients(config, model, optimizer)
     checkpointer = Checkpointer(
         checkpoint_folder(config), model, optimizer, dataloader=data.loader, keep_last=config.keep_last
     )
-    progress = resume(config, checkpointer, world)
+    progress = resume(config, checkpointer, world, release)
 
     log = RunLog(config.run_folder, world, step=progress.step, last_step=progress.last)
     log.say(data.summary)
@@ -73,6 +74,8 @@ def train(config: Config, interrupts: Interrupts | None = None) -> None:
     log.say(str(memory))
     log.run(run_facts(config, memory, world))
     log.say(f"from step {progress.step} to {progress.last} in {config.run_folder}")
+    if progress.note:
+        log.say(progress.note)
 
     def evaluate(step: int) -> None:
         loss = validation_loss(model, data.validation, world)
@@ -91,15 +94,15 @@ def train(config: Config, interrupts: Interrupts | None = None) -> None:
             batch = next(batches)
         lr = set_learning_rate(optimizer, config, step - progress.first)
         with clock.phase("forward_and_backward"):
-            loss = accumulate_gradient(model, batch, world, interrupts)
+            # Gradient release clips here and steps each layer, too: what is below then only ends the update.
+            loss = accumulate_gradient(model, batch, world, interrupts, release)
         with clock.phase("clipping"):
-            grad_norm = clip_gradients(model, config.clip_norm)
+            norm = clip_gradients(model, optimizer, config.clip_norm) if release is None else None
         with clock.phase("optimizer"):
-            if skipped.check(step, loss=loss, gradient_norm=grad_norm):
-                optimizer.step()
-            else:
-                log.say(f"step {step}: left out, its gradient norm is {grad_norm}")
+            grad_norm = take_step(optimizer, norm, release)
             optimizer.zero_grad()
+        if not skipped.check(step, loss=loss, gradient_norm=grad_norm):
+            log.say(f"step {step}: left out, its gradient norm is {grad_norm}")
         log.train(step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=tokens, phases=clock.read())
 
         is_last = step == progress.last
@@ -108,7 +111,7 @@ def train(config: Config, interrupts: Interrupts | None = None) -> None:
         stops_here = interrupts.agreed and not is_last
         is_due = config.save_every and step % config.save_every == 0 and not skipped.pending
         if is_last or stops_here or is_due:
-            saved = save(config, checkpointer, progress, step, world)
+            saved = save(config, checkpointer, progress, step, world, release)
             log.checkpoint(step, saved)
         if stops_here:
             log.close()

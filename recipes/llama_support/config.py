@@ -73,6 +73,9 @@ class Config:
     and every other matrix product give, and recompute what is cheap. none: keep all."""
     compile: bool = False
     """Compile each layer with torch.compile."""
+    gradient_release: bool = False
+    """Step each layer during the backward pass and free its gradient, so that no more than two layers' gradients exist
+    at once. --clip-norm then goes by an estimate of the global norm. For flash_adamw."""
     replicate: int = 1
     """Copies of the whole set of shards (HSDP): 1 cuts the weights over all ranks, N over each of N parts of them."""
 
@@ -128,6 +131,11 @@ class Config:
         _require(all(0 <= beta < 1 for beta in self.betas), "betas", self.betas, "two numbers in [0, 1)")
         fraction = self.validation_fraction
         _require(0 < fraction < 1, "validation_fraction", fraction, "between 0 and 1, both excluded")
+        if self.gradient_release and self.optimizer != "flash_adamw":
+            raise BadInput(
+                f"--gradient-release steps layer by layer, which --optimizer {self.optimizer} cannot; give"
+                " --no-gradient-release or --optimizer flash_adamw"
+            )
         resume_is_known = self.resume in ("auto", "never") or self.resume.isdecimal()
         _require(resume_is_known, "resume", self.resume, 'a step number, "auto" or "never"')
 

@@ -1,4 +1,4 @@
-"""The two optimizers that the recipe puts side by side."""
+"""The two optimizers that the recipe puts side by side, and gradient release."""
 
 from __future__ import annotations
 
@@ -22,3 +22,13 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     if config.optimizer == "flash_adamw":
         return fod.FlashAdamW(groups, lr=config.peak_lr, betas=config.betas, eps=config.eps, seed=config.seed)
     return torch.optim.AdamW(groups, lr=config.peak_lr, betas=config.betas, eps=config.eps)
+
+
+def release_gradients(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer) -> fod.GradientRelease | None:
+    """Switch gradient release on, with clipping and finite checks, for `--gradient-release`. All ranks must call."""
+    if not config.gradient_release:
+        return None
+    assert isinstance(optimizer, fod.FlashAdamW)
+    return fod.enable_gradient_release(
+        model, optimizer, clip_global_norm=config.clip_norm if config.clip_norm > 0 else None, skip_nonfinite=True
+    )

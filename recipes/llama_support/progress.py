@@ -7,7 +7,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import flashoptim_dist
+from flashoptim_dist import GradientRelease
 from flashoptim_dist.checkpoint import Checkpointer, CheckpointError
 from flashoptim_dist.checkpoint.layout import step_name
 from flashoptim_dist.memory import MemoryReport
@@ -26,6 +27,7 @@ from .errors import BadInput
 from .world import World
 
 _RUN = "run"
+_RELEASE = "gradient_release"
 _GROUP_OPTIONS = ("betas", "eps", "weight_decay")
 
 
@@ -37,11 +39,13 @@ class Progress:
         step: steps done so far.
         first: the step count at which the current learning-rate schedule began.
         last: the step count at which it ends.
+        note: what the log should tell of how it was resumed; mostly empty.
     """
 
     step: int
     first: int
     last: int
+    note: str = ""
 
 
 def prepare_run_folder(config: Config) -> None:
@@ -62,7 +66,9 @@ def checkpoint_folder(config: Config) -> Path:
     return config.run_folder / "checkpoints"
 
 
-def resume(config: Config, checkpointer: Checkpointer, world: World) -> Progress:
+def resume(
+    config: Config, checkpointer: Checkpointer, world: World, release: GradientRelease | None = None
+) -> Progress:
     """Load the checkpoint that `--resume` names, if any, and say what is left to do. All ranks must call.
 
     A run that was cut off goes on with its schedule; where it had reached the last step, a new schedule of as many
@@ -102,7 +108,18 @@ def resume(config: Config, checkpointer: Checkpointer, world: World) -> Progress
             f"{checkpointer.directory} is of a run on other data (rows, tokenizer, --sequence-length or --seed have"
             " changed), so its position means nothing here; give the same as before, or another --output"
         )
-    return after_resume(step, saved, config, same_launch=any(world.gather(_launched_before(saved))))
+    progress = after_resume(step, saved, config, same_launch=any(world.gather(_launched_before(saved))))
+    return replace(progress, note=_resume_release(release, extras.get(_RELEASE)))
+
+
+def _resume_release(release: GradientRelease | None, saved: dict[str, Any] | None) -> str:
+    """Take over what gradient release had saved, if it was on; returns what to tell where it was switched."""
+    if release is None:
+        return "" if saved is None else "gradient release, which was on, is off from here on"
+    if saved is None:
+        return "gradient release is on from here on; its running norms begin anew"
+    release.load_state_dict(saved)
+    return ""
 
 
 def after_resume(step: int, saved: Mapping[str, Any], config: Config, *, same_launch: bool = False) -> Progress:
@@ -129,7 +146,14 @@ def _launched_before(saved: Mapping[str, Any]) -> bool:
     return restarted or (launch != "none" and saved.get("launch") == launch)
 
 
-def save(config: Config, checkpointer: Checkpointer, progress: Progress, step: int, world: World) -> Path:
+def save(
+    config: Config,
+    checkpointer: Checkpointer,
+    progress: Progress,
+    step: int,
+    world: World,
+    release: GradientRelease | None = None,
+) -> Path:
     """Save the run after `step` steps; returns the checkpoint's folder. All ranks must call.
 
     Raises BadInput, on every rank, where it cannot be written, or the weights are no longer finite: the checkpoints
@@ -148,7 +172,7 @@ def save(config: Config, checkpointer: Checkpointer, progress: Progress, step: i
         "launch": os.environ.get("TORCHELASTIC_RUN_ID", "none"),
     }
     try:
-        checkpointer.save(step, extras={_RUN: run})
+        checkpointer.save(step, extras={_RUN: run} | ({_RELEASE: release.state_dict()} if release is not None else {}))
     except CheckpointError as error:
         raise BadInput(f"{error}; make room or choose another --output; {way_back(checkpointer, step)}") from error
     return checkpointer.directory / step_name(step)
@@ -181,7 +205,7 @@ class SkippedSteps:
         """Whether the newest step was left out: the weights may be what is wrong, and are not to be saved yet."""
 
     def check(self, step: int, *, loss: float, gradient_norm: float) -> bool:
-        """Whether the update of `step` is to be applied. The numbers must be the same on all ranks.
+        """Whether the update of `step` was applied. The numbers must be the same on all ranks.
 
         Raises BadInput, naming the last good checkpoint, for a loss that is not finite, or one gradient too many.
         """

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+import flashoptim_dist as fod
 
 from .attention import attention_arguments
 from .config import Config
@@ -33,22 +36,28 @@ def summed_loss(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
 
 
 def accumulate_gradient(
-    model: nn.Module, step: StepBatches, world: World, interrupts: Interrupts | None = None
+    model: nn.Module,
+    step: StepBatches,
+    world: World,
+    interrupts: Interrupts | None = None,
+    release: fod.GradientRelease | None = None,
 ) -> float:
     """Add the gradient of the global batch's mean loss to the parameters; returns that loss. All ranks must call.
 
     Each label of the global batch weighs the same, wherever it lies: the sum of the losses is divided by the number of
     labels over all ranks and micro-batches. FSDP averages over ranks, hence the factor `world.size`. With the sum of
     the losses the ranks learn whether one of them was asked to end: `interrupts.agreed`.
+
+    Each micro-batch is reduced into the sharded gradient: the whole model's gradients never exist unsharded, and the
+    sum is the same with `release`, which steps the parameters during the last micro-batch's backward pass.
     """
     scale = world.size / max(1, step.trained_tokens)
     total = torch.zeros((), device=world.device)
     for index, batch in enumerate(step.micro_batches):
-        if isinstance(model, FSDPModule):
-            # Gradients of the micro-batches add up unsharded, in the reduction's fp32, and are reduced once.
-            model.set_requires_gradient_sync(index == len(step.micro_batches) - 1)
+        is_last = index == len(step.micro_batches) - 1
         loss = summed_loss(model, batch, world.device)
-        (loss * scale).backward()
+        with contextlib.nullcontext() if release is None or is_last else release.accumulate():
+            (loss * scale).backward()
         total += loss.detach()
     asked = interrupts is not None and interrupts.asked
     total_of_all, asked_ranks = world.sum(total.item(), asked)
@@ -70,13 +79,39 @@ def validation_loss(model: nn.Module, batches: Iterable[Batch], world: World) ->
     return total_of_all / max(1.0, labels_of_all)
 
 
-def clip_gradients(model: nn.Module, largest_norm: float) -> float:
-    """Scale the gradients so that their global norm is at most `largest_norm` (0: leave them); returns the norm before.
+def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, largest_norm: float) -> Tensor:
+    """Clip the gradients so that their global norm is at most `largest_norm` (0: leave them); returns the norm before.
 
-    All ranks must call.
+    The norm is 0-dim, on the device, the same on all ranks. FlashAdamW only reads the gradients here, and applies the
+    coefficient inside its step. All ranks must call.
     """
-    norm = nn.utils.clip_grad_norm_(model.parameters(), largest_norm if largest_norm > 0 else math.inf)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    largest = largest_norm if largest_norm > 0 else math.inf
+    if isinstance(optimizer, fod.FlashAdamW):
+        return fod.clip_grad_norm_(optimizer, largest)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), largest)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def take_step(
+    optimizer: torch.optim.Optimizer, norm: Tensor | None, release: fod.GradientRelease | None = None
+) -> float:
+    """Apply the update unless its gradient is not finite; returns the gradient's norm.
+
+    Args:
+        optimizer: steps, or ends the update of which `release` has taken most steps already.
+        norm: what `clip_gradients` returned; None with `release`, which takes the norm by itself.
+        release: gradient release, where it is on. Of a gradient that is not finite it leaves out the first layer where
+            that shows and all that follow in the backward pass.
+    """
+    if isinstance(optimizer, fod.FlashAdamW):
+        optimizer.step()  # skips by itself, on all ranks, what is not finite
+        norm = norm if release is None else release.gradient_norm
+        assert norm is not None
+        return float(norm)
+    assert norm is not None
+    if math.isfinite(norm):
+        optimizer.step()
+    return float(norm)
 
 
 def learning_rate(config: Config, step: int) -> float:

@@ -34,19 +34,20 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @contextmanager
-def _at_step(step: int, act: Any) -> Iterator[None]:
-    """Call `act(model)` between the backward pass of the step and the clipping."""
-    clip_gradients, steps = llama_finetune.clip_gradients, iter(range(1, 10**6))
+def _at_each_step(act: Any) -> Iterator[None]:
+    """Call `act(step)` between the backward pass of each step, counted from 1, and the clipping."""
+    accumulate_gradient, steps = llama_finetune.accumulate_gradient, iter(range(1, 10**6))
 
-    def act_and_clip(model: torch.nn.Module, largest_norm: float) -> float:
-        act(next(steps), model)
-        return clip_gradients(model, largest_norm)
+    def accumulate_and_act(*arguments: Any) -> float:
+        loss = accumulate_gradient(*arguments)
+        act(next(steps))
+        return loss
 
-    llama_finetune.clip_gradients = act_and_clip
+    llama_finetune.accumulate_gradient = accumulate_and_act
     try:
         yield
     finally:
-        llama_finetune.clip_gradients = clip_gradients
+        llama_finetune.accumulate_gradient = accumulate_gradient
 
 
 def _train_and_signal(values: dict[str, Any], rank_asked: int, step_asked: int, number: int) -> tuple[str, bool]:
@@ -54,13 +55,13 @@ def _train_and_signal(values: dict[str, Any], rank_asked: int, step_asked: int, 
     interrupts = Interrupts()
     before = {kind: signal.getsignal(kind) for kind in SIGNALS}
 
-    def act(step: int, model: torch.nn.Module) -> None:
+    def act(step: int) -> None:
         if torch.distributed.get_rank() == rank_asked and step == step_asked:
             os.kill(os.getpid(), number)
 
     try:
         interrupts.listen()
-        with _at_step(step_asked, act):
+        with _at_each_step(act):
             llama_finetune.train(Config(**values), interrupts)
     except Interrupted as ended:
         return str(ended), interrupts.asked
@@ -70,11 +71,20 @@ def _train_and_signal(values: dict[str, Any], rank_asked: int, step_asked: int, 
     return "trained to the end", interrupts.asked
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "number, release",
+    [
+        (signal.SIGTERM, False),
+        pytest.param(signal.SIGINT, False, marks=pytest.mark.full),
+        pytest.param(signal.SIGTERM, True, marks=pytest.mark.full),
+        pytest.param(signal.SIGINT, True, marks=pytest.mark.full),
+    ],
+)
 def test_a_signal_to_one_rank_saves_the_same_step_on_all(
-    inputs: dict[str, Any], tmp_path: Path, number: signal.Signals
+    inputs: dict[str, Any], tmp_path: Path, number: signal.Signals, release: bool
 ) -> None:
-    whole, parts = {**inputs, "output": str(tmp_path / "whole")}, {**inputs, "output": str(tmp_path / "parts")}
+    values = {**inputs, "gradient_release": release}
+    whole, parts = {**values, "output": str(tmp_path / "whole")}, {**values, "output": str(tmp_path / "parts")}
     assert run_ranks(2, _train_and_signal, whole, -1, 0, number) == [("trained to the end", False)] * 2
     told = "interrupted: step 3 of 6 is saved; the same command goes on"
     assert run_ranks(2, _train_and_signal, parts, 1, 2, number) == [(told, False), (told, True)]
@@ -90,23 +100,51 @@ def test_a_signal_in_the_last_step_changes_nothing(inputs: dict[str, Any], tmp_p
 
 
 def _train_with_bad_gradients(values: dict[str, Any], steps: list[int]) -> str | None:
-    def act(step: int, model: torch.nn.Module) -> None:
-        if step in steps and torch.distributed.get_rank() == 1:
-            for parameter in model.parameters():
-                gradient = parameter.grad
-                assert gradient is not None
-                gradient.to_local().view(-1)[:1] = float("inf")  # type: ignore[attr-defined]
+    """Train; in these steps of this start, rank 1's part of every gradient has an Inf."""
+    release_gradients = llama_finetune.release_gradients
+    step = 1
 
+    def spoil(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        if step in steps and torch.distributed.get_rank() == 1:
+            parameter.grad.to_local().view(-1)[:1] = float("inf")  # type: ignore[attr-defined]
+
+    def release_and_spoil(config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        release = release_gradients(config, model, optimizer)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(spoil)
+        return release
+
+    def act(done: int) -> None:
+        nonlocal step
+        step = done + 1
+
+    llama_finetune.release_gradients = release_and_spoil
     try:
-        with _at_step(0, act):
+        with _at_each_step(act):
             llama_finetune.train(Config(**values))
     except BadInput as error:
         return str(error)
+    finally:
+        llama_finetune.release_gradients = release_gradients
     return None
 
 
-def test_single_skips_pass_and_repeated_ones_stop(inputs: dict[str, Any], tmp_path: Path) -> None:
-    values = {**inputs, "steps": 8, "save_every": 1, "keep_last": 9, "output": str(tmp_path)}
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"gradient_release": True},
+        pytest.param({"gradient_release": True, "clip_norm": 0.0}, marks=pytest.mark.full),
+        pytest.param({"clip_norm": 0.0}, marks=pytest.mark.full),
+        pytest.param({"optimizer": "adamw"}, marks=pytest.mark.full),
+    ],
+    ids=lambda change: ", ".join(f"{name} {value}" for name, value in change.items()) or "as it is",
+)
+def test_single_skips_pass_and_repeated_ones_stop(
+    inputs: dict[str, Any], tmp_path: Path, change: dict[str, Any]
+) -> None:
+    values = {**inputs, **change, "steps": 8, "save_every": 1, "keep_last": 9, "output": str(tmp_path)}
     assert run_ranks(2, _train_with_bad_gradients, {**values, "steps": 6}, [2, 4, 5]) == [None, None]
     saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
     assert saved == ["step-00000001", "step-00000003", "step-00000006"]
@@ -175,11 +213,16 @@ def test_exit_code_of_a_run_that_was_asked_to_end(
 
 
 @pytest.mark.full
-def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(inputs: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [[], pytest.param(["--gradient-release"], marks=pytest.mark.long)], ids=["as it is", "gradient release"]
+)
+def test_a_killed_rank_is_started_again_and_ends_with_the_same_weights(
+    inputs: dict[str, Any], tmp_path: Path, options: list[str]
+) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     values = {**inputs, "steps": 12, "save_every": 3}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "--max-restarts", "2", str(RECIPE)]
+    command = [*torchrun, "--max-restarts", "2", str(RECIPE), *options]
     subprocess.run([*command, *_options({**values, "output": str(whole)})], env=ENVIRONMENT, check=True, timeout=200)
     process = _start([*command, *_options({**values, "output": str(killed)})])
     _wait_for_step(killed, 5, process)
