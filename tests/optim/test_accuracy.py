@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flashoptim_dist import FlashAdamW
+from flashoptim_dist import FlashAdamW, FlashSGD
 from flashoptim_dist.formats import decode_variance, to_groups
 
 ROWS, COLUMNS, STEPS, BETA1, EPS = 32, 128, 300, 0.9, 1e-8
@@ -136,3 +136,21 @@ def test_a_lost_gradient_leaves_no_update_behind(setting: int) -> None:
 def test_the_variance_of_rare_rows_does_not_creep(setting: int) -> None:
     ratio = run(*SETTINGS[setting]).root_of_rare_rows
     assert ratio == pytest.approx(1.0, abs=0.01)
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(("bits", "lowest_bit"), [(None, 2.0**-7), (24, 2.0**-15)])
+def test_stochastic_updates_below_the_lowest_bit_add_up(bits: int | None, lowest_bit: float, sign: float) -> None:
+    """Weights of 1.5, each step a sixteenth of what the master weight's lowest bit is worth there.
+
+    A step rounds up with probability p = 1/16, so 64 of them move a weight by 4 lowest bits with a variance of at most
+    64 p (1 - p) = 3.75 (less, as the noise of one weight is spread evenly over the steps); the mean over 8,192 weights
+    has a deviation of at most 0.021. The bound is five of them.
+    """
+    parameter = nn.Parameter(torch.full((64, 128), 1.5, dtype=torch.bfloat16))
+    optimizer = FlashSGD([("weight", parameter)], lr=lowest_bit / 16, momentum=0.0, master_weight_bits=bits)
+    for _ in range(64):
+        parameter.grad = torch.full_like(parameter, sign)
+        optimizer.step()
+    moved = (optimizer.master_weight(parameter).double() - 1.5) / lowest_bit
+    assert moved.mean().item() == pytest.approx(-4.0 * sign, abs=5 * 0.021)
+    assert moved.unique().numel() > 1  # each weight has its own noise
