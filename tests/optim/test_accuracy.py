@@ -137,6 +137,7 @@ def test_the_variance_of_rare_rows_does_not_creep(setting: int) -> None:
     ratio = run(*SETTINGS[setting]).root_of_rare_rows
     assert ratio == pytest.approx(1.0, abs=0.01)
 
+
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize(("bits", "lowest_bit"), [(None, 2.0**-7), (24, 2.0**-15)])
 def test_stochastic_updates_below_the_lowest_bit_add_up(bits: int | None, lowest_bit: float, sign: float) -> None:
