@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.torchtitan.device import FlashOptimizersContainer, LRSchedulersContainer
 
@@ -17,15 +18,15 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(64)
-        self.w1 = nn.Linear(64, 96, bias=True)
-        self.w2 = nn.Linear(96, 64, bias=False)
+        self.w1 = nn.Linear(64, 128, bias=True)
+        self.w2 = nn.Linear(128, 64, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.w2(torch.tanh(self.w1(self.attention_norm(x))))
 
 
 class Model(nn.Module):
-    """17 thousand parameters; odd sizes, so that 2 and 3 ranks get uneven parts."""
+    """38 thousand parameters; a vocabulary that 2 and 3 ranks share unevenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,12 +42,19 @@ class Model(nn.Module):
         return self.lm_head(self.norm(x))
 
 
-def make_model(dtype: torch.dtype = torch.bfloat16, mesh: DeviceMesh | None = None, seed: int = 0) -> Model:
+def make_model(
+    dtype: torch.dtype = torch.bfloat16,
+    mesh: DeviceMesh | None = None,
+    seed: int = 0,
+    tensor_parallel: DeviceMesh | None = None,
+) -> Model:
     """Return the model, the same for the same seed, sharded over a mesh if there is one."""
     torch.manual_seed(seed)
     model = Model().to(dtype)
     if mesh is not None:
         for layer in model.layers.values():
+            if tensor_parallel is not None:
+                parallelize_module(layer, tensor_parallel, {"w1": ColwiseParallel(), "w2": RowwiseParallel()})
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     return model
