@@ -114,7 +114,7 @@ def build_model(config: Config, folder: Path, llama_config: LlamaConfig, world: 
     bf16 for flash_adamw and fp32 for adamw; both start from the same values where the stored ones are bf16, as the
     debug model's are. Without a mesh the model stays whole, and computes in bf16 as it is.
     """
-    dtype = torch.bfloat16 if config.optimizer == "flash_adamw" else torch.float32
+    dtype = weight_dtype(config)
     llama_config._attn_implementation = implementation(world.device)
     if folder == DEBUG_MODEL:
         with torch.random.fork_rng(devices=[]):
@@ -125,11 +125,7 @@ def build_model(config: Config, folder: Path, llama_config: LlamaConfig, world: 
         with torch.device("meta"):
             model = LlamaWithLoss(llama_config)
     cast_model(model, dtype)
-    layers = model.model.layers
-    for index, layer in enumerate(layers):
-        layers[index] = recompute_activations(layer, config.activation_checkpointing)
-        if config.compile:
-            layers[index] = torch.compile(layers[index])
+    wrap_layers(model, config)
     if world.mesh is not None:
         # Matrix products in bf16 on GPUs. CPUs mostly lack bf16 arithmetic, so there they run in fp32.
         compute_dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
@@ -144,6 +140,20 @@ def build_model(config: Config, folder: Path, llama_config: LlamaConfig, world: 
     elif world.mesh is None:
         nn.Module.to(model, world.device)  # transformers' own only adds checks for quantized models
     return model.train()
+
+
+def weight_dtype(config: Config) -> torch.dtype:
+    """What the weights are held in."""
+    return torch.bfloat16 if config.optimizer == "flash_adamw" else torch.float32
+
+
+def wrap_layers(model: LlamaWithLoss, config: Config) -> None:
+    """Put activation checkpointing and torch.compile around each layer, as the options say."""
+    layers = model.model.layers
+    for index, layer in enumerate(layers):
+        layers[index] = recompute_activations(layer, config.activation_checkpointing)
+        if config.compile:
+            layers[index] = torch.compile(layers[index])
 
 
 @torch.no_grad()
