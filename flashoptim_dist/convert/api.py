@@ -57,6 +57,7 @@ def convert(
     dtype: torch.dtype | None = None,
     keep_fp32: Sequence[str] = (),
     options: dict[str, Any] | None = None,
+    head_dim: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -77,6 +78,8 @@ def convert(
             where they were fp32, unless the checkpoint tells what they were before.
         keep_fp32: patterns on names of modules that stay in fp32, as in ``cast_model``.
         options: master_weight_bits, quantize, rounding, seed of the result; default as they were, else the optimizers'.
+        head_dim: size of an attention head, for checkpoints of torchtitan 0.3 whose attention keeps queries, keys and
+            values in one parameter, ``wqkv``; it is refused by name where it is needed and missing.
         overwrite: whether to replace what is there.
         progress: is told of every block.
         process_group: the ranks that convert; default all.
@@ -95,7 +98,7 @@ def convert(
             raise CheckpointFormatError(
                 f"{state.path} holds no optimizer states. import-hf makes a checkpoint of a model's weights"
             )
-        choices = Choices(dtype, tuple(keep_fp32), options)
+        choices = Choices(dtype, tuple(keep_fp32), options, head_dim=head_dim)
         return convert_state(state, target_named(to), choices), layout or state.layout
 
     result, chosen = ranks.run(f"converting {source}", plan)

@@ -150,6 +150,8 @@ class Convert(_Format):
     """Of the weights; left out: fp32 for a plain optimizer; for this library's as they were, and bf16 if fp32."""
     keep_fp32: tuple[str, ...] = ()
     """Patterns on names of modules whose weights stay in fp32, as in cast_model."""
+    head_dim: int | None = None
+    """Size of an attention head, for torchtitan 0.3's fused queries, keys and values (wqkv)."""
 
     def write(self, progress: Progress) -> Converted:
         """Convert."""
@@ -162,6 +164,7 @@ class Convert(_Format):
             dtype=_dtype(self.dtype),
             keep_fp32=self.keep_fp32,
             options=self.options(),
+            head_dim=self.head_dim,
             overwrite=self.force,
             progress=progress,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from flashoptim_dist.checkpoint.errors import CheckpointFormatError
 from flashoptim_dist.checkpoint.layout import MODEL, Path_
 from flashoptim_dist.checkpoint.snapshot import LAYOUT_VERSION
 from flashoptim_dist.convert.casting_rule import CastingRule
+from flashoptim_dist.convert.fused_weights import FusedWeight, fused_weight
 from flashoptim_dist.convert.lazy import LazyTensor, MemoryTensor, same_contents
 from flashoptim_dist.convert.parameters import WEIGHT, ParameterConversion, Saved
 from flashoptim_dist.convert.result import OutputTensor, Result, Unit, state_path, unit_of
@@ -24,6 +25,9 @@ from flashoptim_dist.optim.versions import check_format
 
 ORIGIN = "converted_from"
 """In the format record of a plain checkpoint: what it was, so that the way back leads there."""
+
+HEAD_DIM = "head_dim"
+"""In the format record: the size of an attention head, where it was needed to convert."""
 
 _OPTIONS = ("master_weight_bits", "quantize", "rounding", "seed")
 
@@ -37,12 +41,14 @@ class Choices:
         keep_fp32: patterns on names of modules whose weights stay (or become) fp32.
         options: of the number format: master_weight_bits, quantize, rounding, seed.
         fresh: whether parameters without states get new ones.
+        head_dim: rows of an attention head, for torchtitan's fused projections.
     """
 
     dtype: torch.dtype | None = None
     keep_fp32: tuple[str, ...] = ()
     options: dict[str, Any] | None = None
     fresh: bool = False
+    head_dim: int | None = None
 
 
 def convert_state(state: TrainingState, target: Target, choices: Choices) -> Result:
@@ -65,6 +71,7 @@ class _Conversion:
         self.rule = CastingRule([*state.weights, *state.aliases], choices.keep_fp32)
         self.family = state.family() if state.has_states else target.family
         self.changed: dict[str, str] = {}
+        self.fused: dict[str, FusedWeight] = {}
 
     def result(self) -> Result:
         """Return what is to be written."""
@@ -75,11 +82,13 @@ class _Conversion:
                 "is no conversion between them"
             )
         self._use_optimizer_names()
-        self._find_ties()
+        parts = {part for fused in self.fused.values() for part in fused.parts}
+        self._find_ties(parts)
         result = Result(aliases=dict(state.aliases), unnamed=state.unnamed)
         groups = state.group_of()
-        names = list(dict.fromkeys([*state.weights, *state.states]))
-        for name in names:
+        for name in dict.fromkeys([*state.weights, *self.fused, *state.states]):
+            if name in parts:
+                continue
             if name in state.states or name in groups:
                 result.units += self._parameter(name, groups.get(name))
             else:
@@ -104,7 +113,11 @@ class _Conversion:
     # ------------------------------------------------------------------ names
 
     def _use_optimizer_names(self) -> None:
-        """Call a tied weight as the optimizer calls it; see that states and weights are of one model."""
+        """Call a tied weight as the optimizer calls it, and find the parts of a fused one.
+
+        Raises:
+            CheckpointFormatError: there are states of which the model has no weight.
+        """
         state = self.state
         for name in [*state.states, *state.group_of()]:
             first = state.aliases.get(name)
@@ -114,24 +127,29 @@ class _Conversion:
                     alias: name if of == first else of for alias, of in state.aliases.items() if alias != name
                 }
                 state.aliases[first] = name
-        unknown = [name for name in state.states if name not in state.weights]
+        head_dim = self.choices.head_dim or state.record.get(HEAD_DIM)
+        for name in dict.fromkeys([*state.states, *state.group_of()]):
+            if name not in state.weights and (fused := fused_weight(name, state.weights, head_dim)) is not None:
+                self.fused[name] = fused
+        unknown = [name for name in state.states if name not in state.weights and name not in self.fused]
         if state.weights and unknown:
             raise CheckpointFormatError(
                 f"{state.path}: the optimizer has states of {unknown[0]!r} ({len(unknown)} such), and the model has no "
                 "weight of that name"
             )
 
-    def _find_ties(self) -> None:
+    def _find_ties(self, parts: set[str]) -> None:
         """Let a weight that the optimizer does not know, and that is equal to one it knows, be a second name of it.
 
-        Plain DCP writes a tied weight once for each of its names, and the optimizer's state once.
+        Plain DCP writes a tied weight once for each of its names, and the optimizer's state once. ``parts`` of fused
+        weights are known by other names.
         """
         state = self.state
         known = {*state.states, *state.group_of()}
         shapes: dict[tuple[int, ...], list[str]] = {}
         for name in known & state.weights.keys():
             shapes.setdefault(state.weights[name].shape, []).append(name)
-        for name in [name for name in state.weights if name not in known]:
+        for name in [name for name in state.weights if name not in known and name not in parts]:
             weight = state.weights[name]
             if len(weight.shape) < 2:
                 continue
@@ -163,6 +181,15 @@ class _Conversion:
             self.changed[name] = str(present).removeprefix("torch.")
         return wanted
 
+    def _common_dtype(self, names: Sequence[str], present: torch.dtype) -> torch.dtype:
+        """Return the dtype that the weights of one parameter get."""
+        wanted = {self._dtype(name, present) for name in names}
+        if len(wanted) != 1:
+            raise CheckpointFormatError(
+                f"{', '.join(names)} are one parameter, which has one dtype: let keep_fp32 match all of them or none"
+            )
+        return wanted.pop()
+
     def _copied(self, name: str) -> Unit:
         """Return the unit of a weight that no optimizer updates."""
         weight = self.state.weights[name]
@@ -170,13 +197,14 @@ class _Conversion:
 
     def _parameter(self, name: str, group: int | None) -> list[Unit]:
         state, target = self.state, self.target
-        weight = state.weights.get(name)
-        dtype = None if weight is None else self._dtype(name, weight.dtype)
+        fused = self.fused.get(name)
+        weight = state.weights.get(name) if fused is None else fused.weight(state.weights)
+        dtype = None if weight is None else self._common_dtype(fused.parts if fused else (name,), weight.dtype)
         saved_state = state.states.get(name, {})
         keeps_low_bits = target.is_flash and weight is not None and weight.dtype.itemsize > 2 and dtype != weight.dtype
         fresh = target.is_flash and self.choices.fresh
         if not saved_state and not keeps_low_bits and not fresh:
-            return [] if weight is None else [self._copied(name)]
+            return [self._copied(part) for part in (fused.parts if fused else (name,)) if part in state.weights]
         options = state.groups[group].options if group is not None else {}
         saved = Saved(
             name,
@@ -188,7 +216,7 @@ class _Conversion:
             int(options.get("master_bytewidth") or 0),
         )
         conversion = ParameterConversion(saved, target, dtype)
-        units = [_unit(name, conversion)] if conversion.outputs else []
+        units = _units(name, conversion, fused) if conversion.outputs else []
         if target.is_flash or target.family == "adam":
             step = MemoryTensor(torch.tensor(conversion.step, dtype=torch.float32), f"step of {name!r}")
             units.append(unit_of(state_path(name, STEP), step))
@@ -207,6 +235,8 @@ class _Conversion:
             "optimizers": [self.target.record()],
             "same_on_all_ranks": dict(before.get("same_on_all_ranks", {})),
         }
+        if head_dim := self.choices.head_dim or before.get(HEAD_DIM):
+            record[HEAD_DIM] = head_dim
         if not self.target.is_flash and self.format == "flash":
             record[ORIGIN] = {
                 "optimizers": [dict(spec) for spec in self.state.specs if spec.get("name")] or [dict(self.spec or {})],
@@ -257,15 +287,29 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, LazyTensor)
 
 
-def _unit(name: str, conversion: ParameterConversion) -> Unit:
-    outputs = tuple(
-        OutputTensor((MODEL, name) if key == WEIGHT else state_path(name, key), spec.global_shape, spec.dtype)
+def _units(name: str, conversion: ParameterConversion, fused: FusedWeight | None) -> list[Unit]:
+    """Return the units of one parameter: one, and where its weight is saved in parts, one for each of these."""
+    outputs = {
+        key: OutputTensor((MODEL, name) if key == WEIGHT else state_path(name, key), spec.global_shape, spec.dtype)
         for key, spec in conversion.outputs.items()
-    )
-    keys = list(conversion.outputs)
+    }
+    units = []
+    if fused is not None and WEIGHT in outputs:
+        whole = outputs.pop(WEIGHT)
+        units = [_part(fused, index, conversion, whole.dtype) for index in range(len(fused.parts))]
+    if not outputs:
+        return units
 
     def compute(start: int, stop: int) -> list[Tensor]:
         made = conversion.compute(start, stop)
-        return [made[key] for key in keys]
+        return [made[key] for key in outputs]
 
-    return Unit(outputs, compute)
+    return [*units, Unit(tuple(outputs.values()), compute)]
+
+
+def _part(fused: FusedWeight, index: int, conversion: ParameterConversion, dtype: torch.dtype) -> Unit:
+    def weight(start: int, stop: int) -> Tensor:
+        return conversion.compute(start, stop)[WEIGHT]
+
+    output = OutputTensor((MODEL, fused.parts[index]), fused.part_shape(index, conversion.shape), dtype)
+    return Unit((output,), lambda start, stop: (fused.part(index, weight, start, stop),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -150,12 +151,41 @@ class _Contents:
         if saved.states and not nested:
             state.layout = "flattened"
         state.groups = _regroup(saved.groups, nested)
+        if not state.record and (specs := self._format_of_parameters()):
+            state.record = {"optimizers": specs}
+
+    def _format_of_parameters(self) -> list[dict[str, Any]]:
+        """Return the different format records that the torchtitan adapters keep beside the states, one by parameter.
+
+        Raises:
+            CheckpointFormatError: they are of several versions of the number format.
+        """
+        specs: list[dict[str, Any]] = []
+        for key in self._reader.names():
+            if key.startswith(f"{OPTIMIZER}.{FORMAT}.") and self._reader.is_object(key):
+                spec = {name: value for name, value in _json(self._reader.object(key)).items() if name != "entries"}
+                if spec and spec not in specs:
+                    specs.append(spec)
+        versions = {(spec.get("name"), spec.get("version")) for spec in specs}
+        if len(versions) > 1:
+            raise CheckpointFormatError(
+                f"{self._reader.directory} holds states of {len(versions)} number formats, {sorted(map(str, versions))}"
+            )
+        return specs
 
     def _value(self, key: str) -> Any:
         saved = self._reader.metadata.state_dict_metadata[key]
         if isinstance(saved, TensorStorageMetadata):
             return _tensor(self._reader, key, saved)
         return self._reader.object(key)
+
+
+def _json(text: Any) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (TypeError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _regroup(by_name: dict[str, dict[str, Any]], nested: bool) -> list[Group]:

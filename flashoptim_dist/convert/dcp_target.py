@@ -19,7 +19,7 @@ from flashoptim_dist.checkpoint.ranks import Ranks
 from flashoptim_dist.checkpoint.saving import Job, make_staging, write
 from flashoptim_dist.convert.lazy import chunks
 from flashoptim_dist.convert.progress import Progress
-from flashoptim_dist.convert.result import Result, Unit, group_entries, path_in
+from flashoptim_dist.convert.result import Result, Unit, format_entries, group_entries, path_in
 from flashoptim_dist.convert.sharing import shares
 from flashoptim_dist.convert.training_state import Layout
 
@@ -46,6 +46,7 @@ def write_dcp(target: Path, result: Result, layout: Layout, ranks: Ranks, overwr
 
 def _objects(result: Result, layout: Layout) -> dict[Path_, Any]:
     objects = dict(group_entries(layout, result.groups, result.unnamed))
+    objects |= dict(format_entries(layout, result))
     objects |= {path_in(layout, path): value for path, value in result.objects}
     return objects | {(FORMAT,): result.record}
 

@@ -19,7 +19,7 @@ from flashoptim_dist.convert import official
 from flashoptim_dist.convert.lazy import ComputedTensor, LazyTensor
 from flashoptim_dist.convert.targets import TARGETS, Target, flash_class, moments_of
 from flashoptim_dist.convert.training_state import StateFormat, TrainingState
-from flashoptim_dist.formats import correction_bits
+from flashoptim_dist.formats import FORMAT_VERSION, correction_bits
 from flashoptim_dist.optim import FlashOptimizer
 from flashoptim_dist.optim.state import ERROR_BITS, SCALE_SUFFIX, STEP, EntrySpec, entry_specs
 from flashoptim_dist.sharding import shard_layout
@@ -212,7 +212,9 @@ class ParameterConversion:
             placeholder = torch.zeros(self._block(start, stop), dtype=torch.float32)
             parameter = nn.Parameter(placeholder if weight is None else weight, requires_grad=True)
             bits = self._saved_bits()
-            options = {"master_weight_bits": bits, "compress_state_dict": False}
+            # What an older version wrote is decoded once, not coded anew before.
+            quantize = (saved.record or {}).get("version", FORMAT_VERSION) == FORMAT_VERSION
+            options = {"master_weight_bits": bits, "compress_state_dict": False, "quantize": quantize}
             entries = self._saved_entries(start, stop)
             optimizer = self._loaded(flash_class(saved.family), parameter, entries, saved.record, options)
             state = optimizer.state_dict()["state"][0]

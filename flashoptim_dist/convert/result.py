@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashoptim_dist.checkpoint.layout import MODEL, OPTIMIZER, PARAM_GROUPS, STATE, Path_
+from flashoptim_dist.checkpoint.layout import FORMAT, MODEL, OPTIMIZER, PARAM_GROUPS, STATE, Path_
 from flashoptim_dist.convert.lazy import ComputedTensor, LazyTensor, blocks
 from flashoptim_dist.convert.training_state import Group, Layout
 
@@ -102,11 +103,14 @@ def path_in(layout: Layout, path: Path_) -> Path_:
 def group_entries(layout: Layout, groups: Iterable[Group], unnamed: bool = False) -> list[tuple[Path_, Any]]:
     """Return the entries of parameter groups: by number with their parameters' names, or flattened by parameter.
 
-    ``param_names`` is among them where names are known: an optimizer made from names asks for it when it loads.
+    ``param_names`` is among them where names are known: an optimizer made from names asks for it when it loads. So do
+    torchtitan's optimizers for ``fused``, ``foreach`` and ``initial_lr``, which others may go without.
     """
     entries: list[tuple[Path_, Any]] = []
     for index, group in enumerate(groups):
         options = group.options if unnamed else {**group.options, "param_names": list(group.names)}
+        if layout == "torchtitan":
+            options = {"fused": False, "foreach": False, "initial_lr": options.get("lr"), **options}
         if layout == "nested":
             numbered: Mapping[str, Any] = {**options, "params": list(group.names)}
             entries += [((OPTIMIZER, PARAM_GROUPS, index, key), value) for key, value in numbered.items()]
@@ -117,6 +121,25 @@ def group_entries(layout: Layout, groups: Iterable[Group], unnamed: bool = False
                 for key, value in options.items()
             ]
     return entries
+
+
+def format_entries(layout: Layout, result: Result) -> list[tuple[Path_, Any]]:
+    """Return the format record of each parameter's state that the torchtitan adapters keep beside it, and ask for.
+
+    JSON: the optimizer's record and, under ``entries``, the dtypes of the states.
+    """
+    specs = [spec for spec in result.record.get("optimizers", []) if spec.get("name")]
+    if layout != "torchtitan" or not specs:
+        return []
+    dtypes: dict[str, dict[str, str]] = {name: {} for group in result.groups for name in group.names}
+    for output in (output for unit in result.units for output in unit.outputs):
+        if output.path[:2] == (OPTIMIZER, STATE):
+            name, entry = map(str, output.path[2:])
+            dtypes.setdefault(name, {})[entry] = str(output.dtype).removeprefix("torch.")
+    return [
+        ((OPTIMIZER, f"{FORMAT}.{name}"), json.dumps({**specs[0], "entries": entries}, sort_keys=True))
+        for name, entries in dtypes.items()
+    ]
 
 
 def state_path(name: str, state: str) -> Path_:
