@@ -7,8 +7,9 @@ stays on the device, and the next ``step()`` multiplies by it as it reads the gr
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -52,8 +53,9 @@ def clip_grad_norm_(
     Args:
         parameters_or_optimizer: one or more parameters, or one or more optimizers, whose parameters share the norm.
         max_norm: largest norm; inf clips nothing, and still skips a step that is not finite.
-        norm_type: 2 or inf.
-        error_if_nonfinite: raise if the norm is NaN or Inf; all ranks do. Synchronizes with the device.
+        norm_type: 2 or inf (or "inf").
+        error_if_nonfinite: raise if the norm is NaN or Inf; all ranks do. An optimizer of ours that takes a step all
+            the same then skips it. Synchronizes with the device.
         foreach: accepted, without effect; it stands here for torch's order of arguments.
         pp_group: ranks that hold the other stages of a pipeline, as a group or a mesh of one dimension.
 
@@ -63,40 +65,53 @@ def clip_grad_norm_(
         gradients that the first has clipped.
 
     Raises:
+        TypeError: something else than parameters or optimizers.
         ValueError: another norm_type, or a negative or NaN max_norm.
-        RuntimeError: a sparse gradient; with ``error_if_nonfinite`` a norm that is not finite.
+        RuntimeError: a sparse or complex gradient, or gradients that gradient release has applied already; with
+            ``error_if_nonfinite`` a norm that is not finite.
     """
-    if norm_type not in (2, 2.0, math.inf):
+    if float(norm_type) not in (2.0, math.inf):
         raise ValueError(f"norm_type must be 2 or inf, got {norm_type}; other norms: torch.nn.utils.clip_grad_norm_")
     if not float(max_norm) >= 0.0:
         raise ValueError(f"max_norm must be a number >= 0, got {max_norm}")
     optimizers, parameters = _resolve(parameters_or_optimizer)
     ours = [optimizer for optimizer in optimizers if isinstance(optimizer, FlashOptimizer)]
     lazy = bool(optimizers) and len(ours) == len(optimizers)
-    norm = _global_norm(parameters, ours[0] if ours else None, math.isinf(norm_type), pp_group)
+    norm = _global_norm(parameters, ours[0] if ours else None, math.isinf(float(norm_type)), pp_group)
     earlier = ours[0].clip_coefficient if lazy else None
     if earlier is not None:
         norm = norm * earlier.to(norm.device)
-    if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise RuntimeError(
-            f"the gradients' norm of order {norm_type} is {float(norm)}; with error_if_nonfinite=False the step would "
-            "be skipped and counted in optimizer.skipped_steps"
-        )
     coefficient = (float(max_norm) / (norm + _EPSILON)).clamp(max=1.0)
+    if lazy:
+        if earlier is not None:
+            coefficient = coefficient * earlier.to(norm.device)
+        coefficient = torch.where(torch.isfinite(norm), coefficient, math.nan).float()
+        for optimizer in ours:
+            optimizer.clip_coefficient = coefficient
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        instead = "the step is skipped and counted in optimizer.skipped_steps" if lazy else "it makes the gradients NaN"
+        raise RuntimeError(
+            f"the gradients' norm of order {norm_type} is {float(norm)}; with error_if_nonfinite=False {instead}"
+        )
     if not lazy:
         _multiply(parameters, coefficient.float())
-        return norm.float()
-    if earlier is not None:
-        coefficient = coefficient * earlier.to(norm.device)
-    coefficient = torch.where(torch.isfinite(norm), coefficient, math.nan).float()
-    for optimizer in ours:
-        optimizer.clip_coefficient = coefficient
     return norm.float()
 
 
 def _resolve(given: ParametersOrOptimizer) -> tuple[list[torch.optim.Optimizer], list[Tensor]]:
     """Return the optimizers given, if any, and all parameters."""
-    items = [given] if isinstance(given, Tensor | torch.optim.Optimizer) else list(given)
+    if isinstance(given, Tensor | torch.optim.Optimizer):
+        items: list[Tensor | torch.optim.Optimizer] = [given]
+    elif isinstance(given, Iterable):
+        items = list(given)
+    else:  # a module, most likely
+        raise TypeError(f"give parameters, or optimizers, not {type(given).__name__}")
+    if not items and isinstance(given, Iterator):
+        warnings.warn(
+            "clip_grad_norm_ got an iterator that gives no parameters, and clips nothing; one that was used before is "
+            "empty: call model.parameters() each time, or give the optimizer",
+            stacklevel=3,
+        )
     optimizers = [item for item in items if isinstance(item, torch.optim.Optimizer)]
     parameters = [item for item in items if isinstance(item, Tensor)]
     if len(optimizers) + len(parameters) < len(items) or (optimizers and parameters):
@@ -187,6 +202,7 @@ def _global_norm(
         bucket = meshes.bucket(parameter)
         gradient = parameter.grad
         if gradient is None:
+            _check_not_released(parameter)
             by_device.setdefault(local_tensor(parameter).device, ([], []))
             continue
         local = _local_gradient(gradient, parameter)
@@ -221,6 +237,11 @@ def _global_norm(
 
 def _local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
     """Return this rank's part of a gradient; a Partial one is reduced first (all ranks of its mesh take part)."""
+    if gradient.is_complex():
+        raise RuntimeError(
+            f"a parameter of shape {tuple(parameter.shape)} has a complex gradient ({gradient.dtype}), whose norm is "
+            "not taken here; clip with torch.nn.utils.clip_grad_norm_"
+        )
     if gradient.is_sparse or gradient.layout != torch.strided:
         raise RuntimeError(
             f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient; build its embedding with "
@@ -230,6 +251,17 @@ def _local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
         placements = [Replicate() if isinstance(p, Partial) else p for p in gradient.placements]
         gradient = gradient.redistribute(placements=placements)
     return local_tensor(gradient)
+
+
+def _check_not_released(parameter: Tensor) -> None:
+    """Refuse to take the norm of a gradient that gradient release has applied and freed: it would be 0."""
+    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+        if getattr(hook, "releases_gradient", False) and hook.has_stepped(parameter):
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} was stepped during the backward pass already, so its "
+                "gradient can't be clipped any more: call enable_gradient_release(..., clip_global_norm=max_norm), "
+                "whose handle.gradient_norm is the norm"
+            )
 
 
 def _multiply(parameters: Sequence[Tensor], coefficient: Tensor) -> None:

@@ -124,7 +124,7 @@ class GradientRelease:
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
             self._handles.append(optimizer.register_zero_grad_hook(self._on_zero_grad))
         for part in self._parts:
-            self._handles.append(part.register_forward_pre_hook(self._before_forward, prepend=True))
+            self._handles.append(part.register_forward_pre_hook(_ForwardHook(self), prepend=True))
 
     # ------------------------------------------------------------------ what users call
 
@@ -147,14 +147,19 @@ class GradientRelease:
         return self._clipping.last_norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the running norms of clip_global_norm, by unit; empty without. The same on any number of ranks.
+        """Return the running norms of clip_global_norm, by unit; empty where no norm is taken.
 
-        Synchronizes with the device. Call it between updates.
+        Those of FSDP2's units mean the same on any number of ranks. Synchronizes with the device. Call it between
+        updates.
         """
         return self._clipping.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over running norms; those of unknown units are passed over, units without any begin anew."""
+        """Take over running norms; those of unknown units are passed over, units without any begin anew.
+
+        Raises:
+            ValueError: a running norm that cannot be one.
+        """
         self._clipping.load_state_dict(state_dict)
 
     def remove(self) -> None:
@@ -246,7 +251,7 @@ class GradientRelease:
                     self._seen.pop(parameter, None)
                     self._stepped.discard(parameter)
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
+    def _before_forward(self) -> None:
         if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
             raise TypeError(_DDP)
         self._stream.before_forward()
@@ -292,3 +297,25 @@ class _Hook:
         release = self._release()
         if release is not None:
             release._gradient_arrived(self._unit, parameter)
+
+    def has_stepped(self, parameter: Tensor) -> bool:
+        """Whether the parameter was stepped in this update already, and its gradient freed."""
+        release = self._release()
+        return release is not None and parameter in release._stepped
+
+
+class _ForwardHook:
+    """Before the forward pass of a model part. A copy of the module, or a file, gets a hook that does nothing: gradient
+    release stays with the model it was switched on for.
+    """
+
+    def __init__(self, release: GradientRelease | None = None) -> None:
+        self._release = None if release is None else weakref.ref(release)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        release = None if self._release is None else self._release()
+        if release is not None:
+            release._before_forward()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ForwardHook, ()

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
 from flashoptim_dist.optim.base import FlashOptimizer
+from flashoptim_dist.optim.checks import check_gradient
 from flashoptim_dist.optim.norms import NormPlan
 from flashoptim_dist.optim.scaling import GradientInputs
 from flashoptim_dist.optim.stepper import Subset
@@ -102,11 +103,19 @@ class UnitClipping:
         return self._scaler is not None
 
     def inputs(self, unit: Unit, subsets: Sequence[tuple[FlashOptimizer, Subset]]) -> list[GradientInputs]:
-        """Return what the step of each subset of a unit needs; clamp their gradients. All ranks must call."""
+        """Return what the step of each subset of a unit needs; clamp their gradients. All ranks must call.
+
+        Raises:
+            RuntimeError: a sparse gradient, named.
+        """
         scale = self._scaler._get_scale_async() if self._scaler is not None else None
         squares: list[Tensor] = []
         for optimizer, subset in subsets:
             gradients = [local_tensor(parameter.grad) for parameter in subset.parameters if parameter.grad is not None]
+            if any(gradient.layout != torch.strided for gradient in gradients):
+                for parameter in subset.parameters:
+                    assert parameter.grad is not None
+                    check_gradient(parameter, parameter.grad, unit.names[parameter])
             if self._value is not None:
                 _clamp(gradients, self._value, scale)
             if self._takes_norms:
@@ -297,5 +306,10 @@ class _RunningNorms:
         means = torch.zeros(self._means.shape, dtype=torch.float64)
         for name, value in saved.items():
             if name in numbers:
+                if len(value) != 2 or not all(math.isfinite(number) and number >= 0.0 for number in value):
+                    raise ValueError(
+                        f"the running norm of unit {name!r} is {value}, and must be a mean square and its weight, "
+                        "finite and not negative; leave it out of the state to begin anew"
+                    )
                 means[numbers[name]] = torch.tensor(value, dtype=torch.float64)
         self._means = means.to(self._means.device)

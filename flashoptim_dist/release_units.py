@@ -57,7 +57,8 @@ def find_units(parts: Sequence[nn.Module], optimizers: Sequence[FlashOptimizer])
     """Return the units of all model parts.
 
     Raises:
-        ValueError: the optimizers own no parameter of the parts. RuntimeError: a parameter is released already.
+        ValueError: the optimizers own no parameter of the parts, or two parts share one. RuntimeError: a parameter is
+            released already.
     """
     owners: dict[Tensor, tuple[int, FlashOptimizer]] = {}
     numbers = count()
@@ -66,12 +67,19 @@ def find_units(parts: Sequence[nn.Module], optimizers: Sequence[FlashOptimizer])
             owners.setdefault(parameter, (next(numbers), optimizer))
     members: dict[object, list[tuple[Tensor, str]]] = {}
     unit_names: dict[object, str] = {}
+    place: dict[Tensor, int] = {}
     for number, part in enumerate(parts):
         prefix = f"part{number}." if len(parts) > 1 else ""
         modules = dict(part.named_modules())
         for name, parameter in part.named_parameters():
             if parameter not in owners:
                 continue
+            if parameter in place:
+                raise ValueError(
+                    f"parameter {name!r} of model part {number} is in part {place[parameter]} too, and so would be "
+                    "stepped twice: give each part once, or the module that holds both as one part"
+                )
+            place[parameter] = number
             for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
                 if getattr(hook, "releases_gradient", False):
                     raise RuntimeError(f"gradient release is on already for parameter {name!r}: remove() it first")

@@ -205,6 +205,7 @@ def test_parameters_are_clipped_in_place_as_torch_does() -> None:
     one = nn.Parameter(torch.ones(3))
     one.grad = torch.tensor([3.0, 0.0, 4.0])
     assert float(fod.clip_grad_norm_(one, 1.0)) == 5.0
+    assert float(fod.clip_grad_norm_(one, 1.0, "inf")) == pytest.approx(0.8)  # type: ignore[arg-type]
 
 
 def test_several_optimizers_share_one_norm() -> None:
@@ -316,10 +317,85 @@ def test_arguments_out_of_range(arguments: dict[str, Any], message: str) -> None
         fod.clip_grad_norm_([nn.Parameter(torch.ones(1))], **arguments)
 
 
-def test_a_mix_of_parameters_and_optimizers_is_refused() -> None:
+def test_what_is_neither_parameters_nor_optimizers_is_refused() -> None:
     parameter = nn.Parameter(torch.ones(1))
-    with pytest.raises(TypeError, match="give parameters, or optimizers, not FlashAdamW, Parameter"):
-        fod.clip_grad_norm_([parameter, fod.FlashAdamW([parameter])], 1.0)  # type: ignore[list-item]
+    model = nn.Linear(2, 2)
+    cases: list[tuple[Any, str]] = [
+        ([parameter, fod.FlashAdamW([parameter])], "FlashAdamW, Parameter"),
+        (model, "Linear"),
+        (model.named_parameters(), "tuple"),
+        ({"weight": parameter}, "str"),
+    ]
+    for given, kinds in cases:
+        with pytest.raises(TypeError, match=f"give parameters, or optimizers, not {kinds}$"):
+            fod.clip_grad_norm_(given, 1.0)
+
+
+def test_an_iterator_that_was_used_before_is_told_of() -> None:
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    parameters = model.parameters()
+    assert float(fod.clip_grad_norm_(parameters, 1.0)) > 0.0
+    with pytest.warns(UserWarning, match=r"gives no parameters, and clips nothing.*model\.parameters\(\) each time"):
+        assert float(fod.clip_grad_norm_(parameters, 1.0)) == 0.0
+    assert float(fod.clip_grad_norm_([], 1.0)) == 0.0
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_gradients_of_which_no_norm_is_taken_are_refused(norm_type: float) -> None:
+    turning = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    turning.grad = torch.tensor([3 + 4j, 0])
+    with pytest.raises(
+        RuntimeError, match=r"shape \(2,\) has a complex gradient \(torch\.complex64\).*torch\.nn\.utils"
+    ):
+        fod.clip_grad_norm_([turning], 1.0, norm_type)
+    embedding = nn.Embedding(10, 32, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    for given in (embedding.parameters(), fod.FlashAdamW(embedding.parameters())):
+        with pytest.raises(RuntimeError, match=r"shape \(10, 32\) has a sparse gradient; .*sparse=False"):
+            fod.clip_grad_norm_(given, 1.0, norm_type)
+
+
+def _error_on_uneven_shards(bad: float) -> list[str]:
+    """HSDP over two times two ranks, of which most hold nothing of a tensor; both norms, both ways to be called."""
+    where = (pool.mesh(2, 2), [Replicate(), Shard(0)])
+    parameters = {}
+    for name, shape in {"seven": (7, 3), "one": (1, 5), "element": (1,), "none": (0, 3)}.items():
+        gradient = torch.ones(shape)
+        if name == "seven":
+            gradient[-1, -1] = bad
+        parameter = nn.Parameter(distribute_tensor(torch.ones(shape), *where, src_data_rank=None))
+        parameter.grad = distribute_tensor(gradient, *where, src_data_rank=None)
+        parameters[name] = parameter
+    told = []
+    for norm_type in (2.0, math.inf):
+        for given in (fod.FlashAdamW(parameters.items()), list(parameters.values())):
+            try:
+                norm = fod.clip_grad_norm_(given, 1e9, norm_type, error_if_nonfinite=True)
+                told.append(f"{float(norm):.5f}")
+            except RuntimeError as error:
+                told.append(str(error).partition(";")[0].rpartition(" ")[2])
+    return told
+
+
+@pytest.mark.parametrize("bad", [1.0, math.nan, pytest.param(-math.inf, marks=pytest.mark.full)])
+def test_all_ranks_raise_alike_on_uneven_shards(bad: float) -> None:
+    expected = ["5.19615", "5.19615", "1.00000", "1.00000"] if bad == 1.0 else [str(abs(bad))] * 4
+    assert run_ranks(4, _error_on_uneven_shards, bad) == [expected] * 4
+
+
+def test_a_step_after_the_error_is_skipped() -> None:
+    """For a loop that goes on after it: no NaN gets into the weights."""
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.tensor([math.nan, 0.0])
+    optimizer = fod.FlashAdamW([parameter])
+    with pytest.raises(RuntimeError, match=r"is nan; .* skipped and counted in optimizer\.skipped_steps"):
+        fod.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
+    optimizer.step()
+    assert torch.equal(parameter, torch.ones(2))
+    assert optimizer.skipped_steps == 1
+    with pytest.raises(RuntimeError, match=r"is nan; .* makes the gradients NaN"):
+        fod.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)
 
 
 def _scaled_steps(layout: str, fused: bool | None, unscale: bool) -> tuple[list[float], int, float, dict[str, Tensor]]:
