@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from torchtitan.components.optimizer.utils import (
     init_optim_state,
     load_flat_optim_state_dict,
 )
+from torchtitan.tools.logging import logger
 
 from flashoptim_dist.optim.base import FlashOptimizer
 from flashoptim_dist.torchtitan import groups
@@ -24,7 +25,18 @@ from flashoptim_dist.torchtitan.precision import describe_fp32_weights
 
 FlashName = Literal["FlashAdamW", "FlashAdam", "FlashLion", "FlashSGDW", "FlashSGD"]
 
-_logger = logging.getLogger(__name__)
+
+def _check_release(base: type) -> None:
+    """Refuse a torchtitan that makes its optimizers in another way, in which our names would not be asked for."""
+    missing = [name for name in ("_resolve_optimizer_factory", "_build_param_groups") if not hasattr(base, name)]
+    if missing:
+        raise ImportError(
+            f"torchtitan's OptimizersContainer has no {missing[0]}; this adapter is made for torchtitan 0.3: "
+            "pip install 'torchtitan>=0.3,<0.4'"
+        )
+
+
+_check_release(OptimizersContainer)
 
 
 class FlashOptimizersContainer(OptimizersContainer):
@@ -109,6 +121,11 @@ class FlashOptimizersContainer(OptimizersContainer):
                 )
             groups.hyperparameters(self.optimizer_name, _hyperparameters(self))
             groups.instance_options(self.optimizer_name, _all_options(self))
+            for pattern in self.no_decay:
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ValueError(f"optimizer.no_decay: {pattern!r} is no regular expression: {error}") from error
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         """Build the optimizers of all model parts, as torchtitan does.
@@ -118,10 +135,13 @@ class FlashOptimizersContainer(OptimizersContainer):
         """
         self._config = config
         super().__init__(config, model_parts=model_parts)
+        for pattern in config.no_decay:
+            if not any(re.search(pattern, name) for part in model_parts for name, _ in part.named_parameters()):
+                logger.warning(f"optimizer.no_decay: {pattern!r} matches no parameter of this rank's model parts")
         ours = [optimizer for optimizer in self.optimizers if isinstance(optimizer, FlashOptimizer)]
         text = describe_fp32_weights(ours)
         if text:
-            _log(text)
+            logger.info(text)
 
     def _resolve_optimizer_factory(self, name: str) -> Callable[..., torch.optim.Optimizer]:
         optimizer = groups.FLASH_OPTIMIZERS.get(name)
@@ -186,12 +206,6 @@ class FlashOptimizersContainer(OptimizersContainer):
                 load_flat_optim_state_dict(optimizer, state_dict)
 
 
-def _log(text: str) -> None:
-    from torchtitan.tools.logging import logger
-
-    logger.info(text)
-
-
 def _hyperparameters(config: FlashOptimizersContainer.Config) -> dict[str, Any]:
     names = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov")
     return {**{name: getattr(config, name) for name in names}, "maximize": config.maximize or None}
@@ -206,6 +220,13 @@ def _completed(group: ParamGroupConfig, config: FlashOptimizersContainer.Config)
     if group.optimizer_name not in groups.FLASH_OPTIMIZERS:
         return group
     given = dict(group.optimizer_kwargs)
+    known = (*groups.HYPERPARAMETERS[group.optimizer_name], *FlashOptimizer.group_options, *groups.TORCH_SWITCHES)
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise ValueError(
+            f"optimizer.param_groups: the group {group.pattern!r} has {unknown[0]!r} in its optimizer_kwargs, which "
+            f"{group.optimizer_name} does not know; it knows {', '.join(known)}"
+        )
     if group.optimizer_name == config.optimizer_name:
         given = {**groups.hyperparameters(group.optimizer_name, _hyperparameters(config)), **given}
     elif "lr" not in given:

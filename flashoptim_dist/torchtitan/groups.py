@@ -29,6 +29,9 @@ HYPERPARAMETERS: dict[str, tuple[str, ...]] = {
 TORCHTITAN_DEFAULTS: dict[str, dict[str, Any]] = {"FlashAdamW": {"betas": (0.9, 0.95), "weight_decay": 0.1}}
 """Where torchtitan's own configs differ from the optimizer's defaults."""
 
+TORCH_SWITCHES = ("fused", "foreach", "capturable", "amsgrad", "differentiable")
+"""torch's own keys, which a group may hold; the optimizer ignores or refuses them."""
+
 INSTANCE_OPTIONS = ("master_weight_bits", "quantize", "rounding", "seed", "check_numerics", "offload_states")
 """What is set once per optimizer, by all of them."""
 

@@ -6,7 +6,9 @@ import its names, and those of our adapter, from here.
 
 from __future__ import annotations
 
+import contextlib
 import types
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from unittest import mock
 
@@ -37,10 +39,18 @@ CPU = types.SimpleNamespace(
 )
 """Stands for torch.cuda."""
 
-with (
-    mock.patch("torch._utils._get_available_device_type", return_value="cpu"),
-    mock.patch("torch._utils._get_device_module", return_value=CPU),
-):
+
+@contextlib.contextmanager
+def as_device() -> Iterator[None]:
+    """Let torch say, for a while, that the CPU is its device."""
+    with (
+        mock.patch("torch._utils._get_available_device_type", return_value="cpu"),
+        mock.patch("torch._utils._get_device_module", return_value=CPU),
+    ):
+        yield
+
+
+with as_device():
     import torchtitan.tools.utils
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.optimizer import (
@@ -67,6 +77,7 @@ __all__ = [
     "OverrideConfig",
     "ParamGroupConfig",
     "apply_overrides",
+    "as_device",
     "default_adamw",
     "flat_state",
     "load_flat_state",

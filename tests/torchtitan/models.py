@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from flashoptim_dist.formats import canonical_name
 from tests.torchtitan.device import FlashOptimizersContainer, LRSchedulersContainer
 
 
@@ -97,6 +98,7 @@ def full(value: Any) -> Any:
 def snapshot(model: nn.Module, optimizers: Any) -> dict[str, Any]:
     """Return copies of all weights and flat states, whole."""
     weights = {f"model.{name}": full(value).clone() for name, value in model.state_dict().items()}
+    weights |= {f"parameter.{canonical_name(n)}": full(p.detach()).clone() for n, p in model.named_parameters()}
     return weights | {
         key: full(value).clone() if isinstance(value, Tensor) else value
         for key, value in optimizers.state_dict().items()

@@ -129,6 +129,7 @@ def test_decouple_lr_stays_with_those_that_know_it() -> None:
         ({"optimizer_name": "FlashSGD", "decouple_lr": True}, "FlashSGD has no decoupled weight decay"),
         ({"momentum": 0.9}, "FlashAdamW has no momentum"),
         ({"implementation": "fused_opt_states_bf16"}, "fused_opt_states_bf16"),
+        ({"no_decay": ["norm", "("]}, r"no_decay: '\(' is no regular expression"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
@@ -140,6 +141,19 @@ def test_a_group_of_another_optimizer_needs_its_own_lr() -> None:
     group = ParamGroupConfig(pattern="norm", optimizer_name="FlashLion")
     with pytest.raises(ValueError, match="'norm' of FlashLion needs an lr"):
         container(make_model(), param_groups=[group])
+
+
+def test_unknown_options_of_a_group_are_refused_by_name() -> None:
+    group = ParamGroupConfig(pattern="norm", optimizer_name="FlashAdamW", optimizer_kwargs={"weight_deacy": 0.0})
+    with pytest.raises(ValueError, match=r"'norm' has 'weight_deacy' .* it knows lr, betas"):
+        container(make_model(), param_groups=[group])
+
+
+def test_a_pattern_that_matches_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        container(make_model(), no_decay=["nrom", "norm"])
+    warned = [record.getMessage() for record in caplog.records if "no_decay" in record.getMessage()]
+    assert warned == ["optimizer.no_decay: 'nrom' matches no parameter of this rank's model parts"]
 
 
 def test_an_unknown_optimizer_is_torchtitans_error() -> None:
@@ -180,6 +194,14 @@ def test_step_pre_hooks_of_the_container_run() -> None:
     set_gradients(model, 0)
     optimizers.step()
     assert calls == [1]
+
+
+def test_a_torchtitan_that_makes_its_optimizers_otherwise_is_refused() -> None:
+    from flashoptim_dist.torchtitan import container as module
+
+    with pytest.raises(ImportError, match=r"has no _resolve_optimizer_factory; .*torchtitan>=0\.3,<0\.4"):
+        module._check_release(torch.optim.Optimizer)
+    module._check_release(OptimizersContainer)
 
 
 # ---------------------------------------------------------------------- overrides

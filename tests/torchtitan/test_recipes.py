@@ -1,0 +1,88 @@
+"""The recipes as torchtitan's command line sees them; no training."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.torchtitan import device
+
+pytestmark = pytest.mark.full
+
+RECIPES = "flashoptim_dist.torchtitan.recipes"
+SIZES = {
+    "llama3_debug_flash": ("debugmodel", 8e-4),
+    "llama3_1b_flash": ("1B", 3e-4),
+    "llama3_8b_flash": ("8B", 3e-4),
+    "llama3_70b_flash": ("70B", 1.5e-4),
+    "moe_debug_flash": ("debugmodel", 8e-4),
+}
+
+
+def _parse(*arguments: str) -> Any:
+    with device.as_device():
+        from torchtitan.config import ConfigManager
+    return ConfigManager().parse_args(["--module", *arguments])
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_recipe(name: str) -> None:
+    from flashoptim_dist.torchtitan import FlashTrainer
+
+    config = _parse(RECIPES, "--config", name)
+    flavor, lr = SIZES[name]
+    assert isinstance(config, FlashTrainer.Config)
+    assert config.model_spec.flavor == flavor
+    assert config.training.dtype == "bfloat16"
+    assert isinstance(config.optimizer, device.FlashOptimizersContainer.Config)
+    assert isinstance(config.checkpoint, device.FlashCheckpointManager.Config)
+    [group] = config.optimizer.param_groups
+    assert (group.optimizer_name, group.optimizer_kwargs["lr"]) == ("FlashAdamW", lr)
+    assert (group.optimizer_kwargs["betas"], group.optimizer_kwargs["weight_decay"]) == ((0.9, 0.95), 0.1)
+
+
+def test_options_are_typed_and_can_be_set() -> None:
+    config = _parse(
+        RECIPES, "--config", "llama3_debug_flash",
+        "--optimizer.master_weight_bits", "32", "--optimizer.rounding", "nearest", "--optimizer.no-quantize",
+        "--optimizer.no_decay", "norm,bias", "--gradient_release.enable", "--training.disable_cuda_graphs",
+        "--checkpoint.no-export_master_weights",
+    )  # fmt: skip
+    assert (config.optimizer.master_weight_bits, config.optimizer.rounding) == (32, "nearest")
+    assert (config.optimizer.quantize, config.optimizer.no_decay) == (False, ["norm", "bias"])
+    assert config.gradient_release.enable
+    assert not config.checkpoint.export_master_weights
+
+
+def test_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _parse(RECIPES, "--config", "llama3_debug_flash", "--help")
+    text = capsys.readouterr().out.replace("-", "_")
+    for option in (
+        "optimizer_name", "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize",
+        "decouple_lr", "decay_norms_and_embeddings", "no_decay", "master_weight_bits", "quantize", "rounding", "seed",
+        "check_numerics", "offload_states",
+    ):  # fmt: skip
+        assert f"optimizer.{option}" in text, option
+    assert "gradient_release.clipping" in text
+    assert "export_master_weights" in text
+
+
+def _refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return what is printed as the command line is refused, without frame and line breaks."""
+    with pytest.raises(SystemExit) as refused:
+        _parse(RECIPES, "--config", "moe_debug_flash", "--gradient_release.enable", *arguments)
+    assert refused.value.code == 2
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().err).split())
+
+
+def test_gradient_release_needs_cuda_graphs_off(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "add --training.disable_cuda_graphs" in _refusal(capsys)
+
+
+@pytest.mark.parametrize("degree", ["pipeline_parallel_degree", "expert_parallel_degree"])
+def test_gradient_release_refuses_what_it_was_not_made_for(capsys: pytest.CaptureFixture[str], degree: str) -> None:
+    text = _refusal(capsys, "--training.disable_cuda_graphs", f"--parallelism.{degree}", "2")
+    assert f"gradient_release.enable is not supported with parallelism.{degree} > 1" in text
