@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 import flashoptim_dist as fod
+from flashoptim_dist.checkpoint import load, save
 from flashoptim_dist.sharding import like_parameter
 from tests.fake_world import fake_rank
 from tests.numbers import assert_same_bits
@@ -144,3 +146,57 @@ def test_b18_d43_cpu_offload_policy(release: bool) -> None:
         for name, entries in expected.items():
             for entry, value in entries.items():
                 assert_same_bits(state[name][entry], value, f"{entry} of {name}")
+
+
+def _resumed_under_offload(folder: str, release: bool) -> tuple[list[float], list[float]]:
+    """Losses of two steps after a save, and of the same two after a load into fresh objects."""
+
+    def fresh() -> tuple[Any, fod.FlashAdamW]:
+        model = build(dist.get_world_size(), layers=1, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        optimizer = fod.FlashAdamW(model.named_parameters(), lr=1e-2)
+        if release:
+            fod.enable_gradient_release(model, optimizer)
+        return model, optimizer
+
+    model, optimizer = fresh()
+    train(model, optimizer, range(4))
+    save(folder, model, optimizer)
+    expected, weights = train(model, optimizer, range(4, 6)), everything(model, optimizer)
+    model, optimizer = fresh()
+    load(folder, model, optimizer)
+    losses = train(model, optimizer, range(4, 6))
+    for name, entries in everything(model, optimizer).items():
+        for entry, value in entries.items():
+            assert_same_bits(value, weights[name][entry], f"{entry} of {name}")
+    return losses, expected
+
+
+@pytest.mark.parametrize("release", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_b23_resume_under_cpu_offload(tmp_path: Path, release: bool) -> None:
+    """Megatron-LM#1842, #1820: with states in host memory the loss went from 0.31 to 10 on resuming."""
+    for losses, expected in run_ranks(2, _resumed_under_offload, str(tmp_path), release):
+        assert losses == expected
+
+
+def test_b18_streamed_states_are_those_of_an_optimizer() -> None:
+    """ao#959, ao#1209: a scheduler takes offload_states=True for an optimizer, and a frozen parameter stays."""
+    results = []
+    for offload in (True, False):
+        parameters = _parameters("cpu")
+        parameters[1].requires_grad_(False)
+        frozen = parameters[1].detach().clone()
+        optimizer = fod.FlashAdamW(parameters, lr=1e-2, offload_states=offload)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        for step in range(3):
+            torch.manual_seed(step)
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter) if parameter.requires_grad else None
+            optimizer.step()
+            scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 4)
+        assert torch.equal(parameters[1], frozen)
+        assert parameters[1] not in optimizer.state
+        results.append([parameter.detach() for parameter in parameters])
+    for ours, expected in zip(*results, strict=True):
+        assert_same_bits(ours, expected, "weight")

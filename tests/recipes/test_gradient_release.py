@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
+import compare
 import llama_finetune
 import pytest
 import torch
 from llama_support.config import Config, read_command_line
 from llama_support.errors import BadInput
 from llama_support.metrics import RunLog
+from llama_support.report import Run
 
 from tests.pool import run_ranks
 from tests.recipes.inputs import assert_same_state, saved_checkpoint, small_run, write_tiny_model
@@ -156,6 +159,25 @@ def test_adamw_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> Non
         ):
             read_command_line([*arguments, "--optimizer", "adamw"])
     assert not read_command_line(["--config", "llama3_8b", "--no-gradient-release"]).gradient_release
+
+
+def test_a_comparison_leaves_release_to_the_optimizer_that_can_do_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    configs: list[Config] = []
+
+    def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+        configs.append(read_command_line(command[2:]))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(compare.subprocess, "run", run)
+    monkeypatch.setattr(compare, "read_run", lambda folder, name: Run(name, {}))
+    for optimizer in ("flash_adamw", "adamw"):
+        compare.train(compare.Comparison(output=tmp_path), optimizer, ["--config", "llama3_8b"])
+    assert [(config.optimizer, config.gradient_release) for config in configs] == [
+        ("flash_adamw", True),
+        ("adamw", False),
+    ]
 
 
 def test_no_more_than_two_units_have_gradients(inputs: dict[str, Any], tmp_path: Path) -> None:
