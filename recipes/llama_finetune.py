@@ -81,10 +81,12 @@ def train(config: Config, interrupts: Interrupts | None = None) -> None:
         loss = validation_loss(model, data.validation, world)
         stop_unless_finite(checkpointer, f"validation after step {step}", step, loss=loss)
         log.validation(step, loss)
+        if data.progress() and step > progress.first:
+            log.say(f"training: {data.progress()}")
 
     if progress.step == progress.first:
         evaluate(progress.step)
-    batches = iter(data.loader)
+    batches = data.steps(world)
     clock = StepClock(world.device)
     tokens = config.global_batch * config.sequence_length
     skipped = SkippedSteps(checkpointer, progress.step, progress.last, config.skips_in_a_row)

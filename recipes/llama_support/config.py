@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import glob
 import io
 import math
 import os
@@ -16,6 +17,7 @@ import tyro
 import yaml
 
 from .errors import BadInput
+from .shards import pattern_root
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +32,13 @@ class Config:
     with random weights and the debug model's tokenizer, of "llama3_1b", "llama3_8b" or "llama3_70b"."""
     data: str = "stdlib"
     """"stdlib" (the documented functions of Python's standard library) or a .jsonl file whose rows hold "messages",
-    "prompt" and "completion", or "text"."""
+    "prompt" and "completion", or "text". Of a folder or a pattern ("data/part-*.jsonl") of such files the rows are read
+    as they are needed, and never all in memory."""
+    data_workers: int = 1
+    """Processes per rank that read, encode and pack the rows of a folder or pattern; 0: the rank does that itself."""
     validation_data: str | None = None
-    """A .jsonl file of its own for the validation loss. Without it a fixed part of the data is set aside."""
+    """A .jsonl file, folder or pattern of its own for the validation loss. Without it a fixed part of the data is set
+    aside."""
     validation_fraction: float = 0.05
     """Part of the rows set aside for validation, chosen by a hash of each row's content."""
     output: str = ""
@@ -110,7 +116,7 @@ class Config:
         """Where this run writes."""
         if self.output:
             return Path(self.output)
-        data = Path(self.data).stem
+        data = (pattern_root(self.data) if glob.has_magic(self.data) else Path(self.data)).stem
         return Path("runs") / f"{Path(self.model).name or 'model'}-{data}-{self.optimizer}"
 
     def check(self) -> None:
@@ -119,7 +125,7 @@ class Config:
             _require(getattr(self, name) >= 1, name, getattr(self, name), "a number of at least 1")
         for name in (
             *("warmup_steps", "evaluate_every", "validation_sequences", "sample_tokens", "save_every", "seed"),
-            "skips_in_a_row",
+            *("skips_in_a_row", "data_workers"),
         ):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or a positive number")
         for name, value in (

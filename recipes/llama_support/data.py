@@ -5,39 +5,33 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from .config import Config
-from .encode import Document, encode_rows
+from .encode import Document, EncodingReport, encode_rows
 from .errors import BadInput
-from .packing import collate, pack, trained_positions
+from .packing import Batch, StepBatches, pack_documents, rank_batches, trained_positions
 from .rows import read_jsonl, read_rows, split_rows
+from .shards import is_sharded
+from .streamed_data import (
+    ShardList,
+    check_shards_unchanged,
+    first_difference,
+    open_rows,
+    stream,
+    validation_documents,
+)
+from .streaming import Source, StreamedSteps
 from .world import World
 
 # torchdata 0.11 sets a telemetry flag that torch 2.13 is about to drop.
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-
-Batch = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class StepBatches:
-    """What one rank sees of one optimizer step.
-
-    Attributes:
-        micro_batches: this rank's slice of the global batch, as `packing.collate` lays it out. Every rank has as many.
-        trained_tokens: predictions that the loss counts in the whole global batch, over all ranks.
-    """
-
-    micro_batches: list[Batch]
-    trained_tokens: int
 
 
 class TrainingSteps(IterableDataset[StepBatches]):
@@ -111,55 +105,52 @@ class TrainingSteps(IterableDataset[StepBatches]):
         return self._packed[1]
 
 
-def pack_documents(documents: list[Document], sequence_length: int) -> list[list[Document]]:
-    """The documents, in their order, as packed sequences of at most `sequence_length` predictions."""
-    packed = pack([len(document.tokens) - 1 for document in documents], sequence_length)
-    return [[documents[index] for index in sequence] for sequence in packed]
-
-
-def rank_batches(
-    sequences: list[list[Document]], sequence_length: int, micro_batch: int, rank: int, world_size: int
-) -> list[Batch]:
-    """Rank `rank`'s equal part of packed sequences, in micro-batches. Every rank gets as many of the same sizes.
-
-    Where the sequences do not divide, the last ranks' parts are filled up with empty sequences, which train nothing.
-    """
-    share = -(-len(sequences) // world_size)
-    mine = sequences[rank * share : (rank + 1) * share]
-    mine = mine + [[] for _ in range(share - len(mine))]
-    return [collate(mine[start : start + micro_batch], sequence_length) for start in range(0, share, micro_batch)]
-
-
 @dataclass(frozen=True)
 class Data:
-    """The data of a run: a loader of `StepBatches`, this rank's validation batches, a validation row to continue."""
+    """The data of a run.
 
-    loader: StatefulDataLoader
+    Attributes:
+        loader: for checkpoints; `steps` gives its steps.
+        validation: this rank's batches.
+        sample: a validation row to continue.
+        fingerprint: of all that the steps depend on.
+        summary: a line that says what there is.
+        shards: of streamed data: name, bytes, rows and content of each.
+    """
+
+    loader: StatefulDataLoader | StreamedSteps
     validation: list[Batch]
     sample: Document
     fingerprint: str
     summary: str
+    shards: ShardList = field(default_factory=list)
+
+    def steps(self, world: World) -> Iterator[StepBatches]:
+        """Endless steps from where the loader stands. All ranks must take them together."""
+        return self.loader.steps(world) if isinstance(self.loader, StreamedSteps) else iter(self.loader)
+
+    def progress(self) -> str:
+        """Of streamed data, what became of the rows so far; else nothing, since `summary` says it."""
+        return str(self.loader) if isinstance(self.loader, StreamedSteps) else ""
 
 
 def load_data(config: Config, tokenizer: Any, vocabulary: int, rank: int, world_size: int) -> Data:
     """Read, split, encode and pack what the config names, for a model of `vocabulary` embeddings.
 
-    Raises BadInput; no collective inside.
+    A folder or a pattern is only indexed; its rows are read as they are needed. Raises BadInput; no collective inside.
     """
-    if config.validation_data is None:
-        training_rows, validation_rows = split_rows(read_rows(config.data), config.validation_fraction)
-    else:
-        training_rows, validation_rows = read_rows(config.data), read_jsonl(Path(config.validation_data))
+    if is_sharded(config.data):
+        return _load_streamed(config, tokenizer, vocabulary, rank, world_size)
+    rows, validation_rows = read_rows(config.data), None
     length = config.sequence_length
-    training, report = encode_rows(training_rows, tokenizer, length, config.long_rows)
-    validation, validation_report = encode_rows(validation_rows, tokenizer, length, config.long_rows)
-    largest = max(int(document.tokens.max()) for document in training + validation)
-    if largest >= vocabulary:
-        raise BadInput(
-            f"the tokenizer of {config.model} gives token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}), and"
-            f" its model has {vocabulary} embeddings; the two are of different models"
-        )
-    validation_sequences = pack_documents(validation, length)[: config.validation_sequences or None]
+    if config.validation_data is None:
+        rows, validation_rows = split_rows(rows, config.validation_fraction)
+    training, report = encode_rows(rows, tokenizer, length, config.long_rows)
+    if validation_rows is not None:
+        validation, validation_report = encode_rows(validation_rows, tokenizer, length, config.long_rows)
+    else:
+        validation, validation_report = _validation_data(config, tokenizer, vocabulary, rank)
+    _check_vocabulary(config, tokenizer, vocabulary, training + validation)
     steps = TrainingSteps(
         training,
         sequence_length=length,
@@ -173,12 +164,59 @@ def load_data(config: Config, tokenizer: Any, vocabulary: int, rank: int, world_
     # the loader draws a number when it starts, which must not shift the global generator between runs.
     loader = StatefulDataLoader(steps, batch_size=None, num_workers=0, generator=torch.Generator())
     tokens = sum(len(document.tokens) for document in training)
+    batches, count = _validation_batches(config, validation, rank, world_size)
     summary = (
-        f"training: {report}, {tokens:,} tokens; validation: {validation_report},"
-        f" {len(validation_sequences)} packed sequences of {length}"
+        f"training: {report}, {tokens:,} tokens; validation: {validation_report}, {count} packed sequences of {length}"
     )
-    validation_batches = rank_batches(validation_sequences, length, config.micro_batch, rank, world_size)
-    return Data(loader, validation_batches, validation[0], steps.fingerprint, summary)
+    return Data(loader, batches, validation[0], steps.fingerprint, summary)
+
+
+def _load_streamed(config: Config, tokenizer: Any, vocabulary: int, rank: int, world_size: int) -> Data:
+    steps, rows, source = stream(config, tokenizer, vocabulary, rank, world_size)
+    check_shards_unchanged(config, rows, rank)
+    if config.validation_data is None:
+        validation, report = validation_documents(source, source.threshold, config.validation_sequences)
+    else:
+        validation, report = _validation_data(config, tokenizer, vocabulary, rank)
+    _check_vocabulary(config, tokenizer, vocabulary, validation)
+    batches, count = _validation_batches(config, validation, rank, world_size)
+    training = len(rows) - rows.count_below(source.threshold)
+    summary = (
+        f"training: {training:,} rows in {len(rows.shards)} files, streamed; validation: {report}, {count} packed"
+        f" sequences of {config.sequence_length}"
+    )
+    shards = [shard.description for shard in rows.shards]
+    return Data(steps, batches, validation[0], steps.fingerprint, summary, shards)
+
+
+def _validation_data(
+    config: Config, tokenizer: Any, vocabulary: int, rank: int
+) -> tuple[list[Document], EncodingReport]:
+    """The documents of `--validation-data`, of a folder or pattern as many as are needed."""
+    assert config.validation_data is not None
+    length = config.sequence_length
+    if not is_sharded(config.validation_data):
+        return encode_rows(read_jsonl(Path(config.validation_data)), tokenizer, length, config.long_rows)
+    rows = open_rows(config.validation_data, rank)
+    source = Source(rows, tokenizer, length, config.long_rows, config.seed, 0, vocabulary)
+    return validation_documents(source, 2**64, config.validation_sequences)
+
+
+def _check_vocabulary(config: Config, tokenizer: Any, vocabulary: int, documents: list[Document]) -> None:
+    largest = max(int(document.tokens.max()) for document in documents)
+    if largest >= vocabulary:
+        raise BadInput(
+            f"the tokenizer of {config.model} gives token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}), and"
+            f" its model has {vocabulary} embeddings; the two are of different models"
+        )
+
+
+def _validation_batches(
+    config: Config, documents: list[Document], rank: int, world_size: int
+) -> tuple[list[Batch], int]:
+    """This rank's batches, and the number of packed sequences of all ranks."""
+    sequences = pack_documents(documents, config.sequence_length)[: config.validation_sequences or None]
+    return rank_batches(sequences, config.sequence_length, config.micro_batch, rank, world_size), len(sequences)
 
 
 def check_same_data(data: Data, world: World) -> None:
@@ -186,9 +224,11 @@ def check_same_data(data: Data, world: World) -> None:
     found = world.gather(data.fingerprint)
     for rank, fingerprint in enumerate(found):
         if fingerprint != found[0]:
+            shards = world.gather(data.shards)
+            difference = first_difference(shards[0], shards[rank])
             raise BadInput(
-                f"ranks 0 and {rank} have read different data; give all machines the same files, the same Python"
-                " (--data stdlib) and the same transformers"
+                f"ranks 0 and {rank} have read different data{f': on rank {rank} {difference}' if difference else ''};"
+                " give all machines the same files, the same Python (--data stdlib) and the same transformers"
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,23 +67,14 @@ def encode_rows(
     Rows whose kept part has no trained token are left out. All counts are in the report. Raises BadInput for a row
     that the chat template refuses, and where no row is left.
     """
-    documents = []
     report = EncodingReport()
-    for document in _encode_all(rows, tokenizer):
-        if len(document.tokens) > context + 1:
-            if long_rows == "skip":
-                report.too_long += 1
-                continue
-            document = Document(document.tokens[: context + 1], document.trained[: context + 1])
-            truncated = 1
-        else:
-            truncated = 0
-        if document.trained[1:].any():
-            documents.append(document)
-            report.used += 1
-            report.truncated += truncated
-        else:
-            report.without_target += 1
+    # In batches: a fast tokenizer does a thousand texts in little more time than it takes to call it a few times.
+    documents = [
+        document
+        for start in range(0, len(rows), _BATCH)
+        for document in encode_batch(rows[start : start + _BATCH], tokenizer, context, long_rows, report)
+        if document is not None
+    ]
     if not documents:
         raise BadInput(
             f"none of the {len(rows)} rows can be used ({report}); raise --sequence-length (now {context})"
@@ -94,14 +84,33 @@ def encode_rows(
     return documents, report
 
 
-def _encode_all(rows: list[Row], tokenizer: Any) -> Iterator[Document]:
-    # In batches: a fast tokenizer does a thousand texts in little more time than it takes to call it a few times.
-    for start in range(0, len(rows), _BATCH):
-        batch = rows[start : start + _BATCH]
-        plain = iter(_encode_plain([row for row in batch if row.messages is None], tokenizer))
-        chats = iter(_encode_chats([row for row in batch if row.messages is not None], tokenizer))
-        for row in batch:
-            yield next(plain if row.messages is None else chats)
+def encode_batch(
+    rows: list[Row], tokenizer: Any, context: int, long_rows: str, report: EncodingReport
+) -> list[Document | None]:
+    """The documents of some rows, in order, None for a row that is left out; `report` counts on.
+
+    Arguments and errors are those of `encode_rows`, but for a batch that leaves nothing.
+    """
+    documents: list[Document | None] = []
+    plain = iter(_encode_plain([row for row in rows if row.messages is None], tokenizer))
+    chats = iter(_encode_chats([row for row in rows if row.messages is not None], tokenizer))
+    for row in rows:
+        document = next(plain if row.messages is None else chats)
+        is_longer = len(document.tokens) > context + 1
+        if is_longer and long_rows == "skip":
+            report.too_long += 1
+            documents.append(None)
+            continue
+        if is_longer:
+            document = Document(document.tokens[: context + 1], document.trained[: context + 1])
+        if document.trained[1:].any():
+            documents.append(document)
+            report.used += 1
+            report.truncated += is_longer
+        else:
+            documents.append(None)
+            report.without_target += 1
+    return documents
 
 
 def _encode_plain(rows: list[Row], tokenizer: Any) -> list[Document]:

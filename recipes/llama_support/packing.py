@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,6 +15,21 @@ IGNORED = -100
 """Label of a position that the loss does not count."""
 
 _OPEN_SEQUENCES = 64
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """What one rank sees of one optimizer step.
+
+    Attributes:
+        micro_batches: this rank's slice of the global batch, as `collate` lays it out. Every rank has as many.
+        trained_tokens: predictions that the loss counts in the whole global batch, over all ranks.
+    """
+
+    micro_batches: list[Batch]
+    trained_tokens: int
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -41,7 +57,13 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return packed
 
 
-def collate(sequences: Sequence[Sequence[Document]], length: int) -> dict[str, Tensor]:
+def pack_documents(documents: list[Document], sequence_length: int) -> list[list[Document]]:
+    """The documents, in their order, as packed sequences of at most `sequence_length` predictions."""
+    packed = pack([len(document.tokens) - 1 for document in documents], sequence_length)
+    return [[documents[index] for index in sequence] for sequence in packed]
+
+
+def collate(sequences: Sequence[Sequence[Document]], length: int) -> Batch:
     """Lay packed sequences out as tensors, each int64 of shape (len(sequences), `length`).
 
     input_ids: the tokens. labels: the token that follows within the same document, or IGNORED where the loss does not
@@ -69,3 +91,16 @@ def collate(sequences: Sequence[Sequence[Document]], length: int) -> dict[str, T
 def trained_positions(document: Document) -> int:
     """How many predictions of a document the loss counts."""
     return int(document.trained[1:].sum())
+
+
+def rank_batches(
+    sequences: list[list[Document]], sequence_length: int, micro_batch: int, rank: int, world_size: int
+) -> list[Batch]:
+    """Rank `rank`'s equal part of packed sequences, in micro-batches. Every rank gets as many of the same sizes.
+
+    Where the sequences do not divide, the last ranks' parts are filled up with empty sequences, which train nothing.
+    """
+    share = -(-len(sequences) // world_size)
+    mine = sequences[rank * share : (rank + 1) * share]
+    mine = mine + [[] for _ in range(share - len(mine))]
+    return [collate(mine[start : start + micro_batch], sequence_length) for start in range(0, share, micro_batch)]

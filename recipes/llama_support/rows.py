@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,14 +53,26 @@ def read_jsonl(path: Path) -> list[Row]:
     if not path.is_file():
         problem = "is not a file" if path.exists() else "does not exist"
         raise BadInput(f"data file {path} {problem}; give --data FILE.jsonl, or --data stdlib")
-    rows = []
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                rows.append(_parse(line, f"{path}, line {number}"))
+        rows = [parse_row(line, f"{path}, line {number}") for number, _, line in numbered_lines(file)]
     if not rows:
         raise BadInput(f"data file {path} holds no rows; give a .jsonl file with one JSON object per line")
     return rows
+
+
+def numbered_lines(file: Iterable[bytes]) -> Iterator[tuple[int, int, bytes]]:
+    """(line number from 1, byte offset, line) of each line that is not blank; a byte order mark at the start is none.
+
+    Lines end with LF or CRLF, the last one with or without.
+    """
+    offset = 0
+    for number, line in enumerate(file, start=1):
+        start, end = offset, offset + len(line)
+        if number == 1 and line.startswith(codecs.BOM_UTF8):
+            start, line = len(codecs.BOM_UTF8), line[len(codecs.BOM_UTF8) :]
+        if line.strip():
+            yield number, start, line
+        offset = end
 
 
 def split_rows(rows: list[Row], fraction: float) -> tuple[list[Row], list[Row]]:
@@ -79,7 +93,8 @@ def split_rows(rows: list[Row], fraction: float) -> tuple[list[Row], list[Row]]:
     return training, validation
 
 
-def _parse(line: bytes, origin: str) -> Row:
+def parse_row(line: bytes, origin: str) -> Row:
+    """The row of one line of JSONL. BadInput says what is wrong with it, after `origin`."""
     try:
         value = json.loads(line)
     except ValueError as error:
