@@ -135,8 +135,9 @@ class FlashOptimizersContainer(OptimizersContainer):
         """
         self._config = config
         super().__init__(config, model_parts=model_parts)
+        names = [name for one in self.optimizers for group in one.param_groups for name in group["param_names"]]
         for pattern in config.no_decay:
-            if not any(re.search(pattern, name) for part in model_parts for name, _ in part.named_parameters()):
+            if not any(re.search(pattern, name) for name in names):
                 logger.warning(f"optimizer.no_decay: {pattern!r} matches no parameter of this rank's model parts")
         ours = [optimizer for optimizer in self.optimizers if isinstance(optimizer, FlashOptimizer)]
         text = describe_fp32_weights(ours)
@@ -148,12 +149,10 @@ class FlashOptimizersContainer(OptimizersContainer):
         if optimizer is None:
             factory: Callable[..., torch.optim.Optimizer] = OptimizersContainer._resolve_optimizer_factory(name)
             return factory
-        options = groups.instance_options(name, {**_all_options(self._config), **self._decoupling(name)})
-        return functools.partial(optimizer, **options)
-
-    def _decoupling(self, name: str) -> dict[str, Any]:
-        """Return decouple_lr for a group of another optimizer than the main one, which may not know it."""
-        return {} if name in groups.DECOUPLED else {"decouple_lr": False}
+        options = _all_options(self._config)
+        if name not in groups.DECOUPLED:
+            options["decouple_lr"] = False  # it is meant for the config's own optimizer, which knows it
+        return functools.partial(optimizer, **groups.instance_options(name, options))
 
     def _build_param_groups(
         self, model: nn.Module, param_group_configs: list[ParamGroupConfig], impl_kwargs: dict[str, Any]

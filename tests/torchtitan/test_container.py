@@ -196,6 +196,18 @@ def test_step_pre_hooks_of_the_container_run() -> None:
     assert calls == [1]
 
 
+def test_gradients_that_are_kept_for_cuda_graphs_are_zeroed_in_place() -> None:
+    model = make_model()
+    optimizers = container(model)
+    set_gradients(model, 0)
+    kept = {name: parameter.grad for name, parameter in model.named_parameters()}
+    optimizers.step()
+    optimizers.zero_grad(set_to_none=False)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is kept[name]
+        assert not parameter.grad.any()
+
+
 def test_a_torchtitan_that_makes_its_optimizers_otherwise_is_refused() -> None:
     from flashoptim_dist.torchtitan import container as module
 

@@ -132,6 +132,14 @@ def test_gradient_release_is_the_same_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_gradients_that_stay_change_nothing(tmp_path: Path) -> None:
+    """As under CUDA graphs, which keep the gradients' memory; without a GPU torchtitan runs eagerly then."""
+    freed = _train(2, "llama", tmp_path / "a", steps=4)
+    kept = _train(2, "llama", tmp_path / "b", steps=4, change={"training.disable_cuda_graphs": False})
+    assert_equal(freed.state, kept.state)
+
+
+@pytest.mark.long
 def test_gradient_release_logs_the_norm_it_clips_by(tmp_path: Path) -> None:
     without = _train(2, "llama", tmp_path / "a", steps=1)
     trained = _train(2, "llama", tmp_path / "b", steps=20, change={"gradient_release.enable": True})
