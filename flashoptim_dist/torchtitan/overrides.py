@@ -95,7 +95,7 @@ def _replaced(config: Any, name: str, options: dict[str, Any]) -> FlashOptimizer
         raise ValueError(
             f"no parameter group to give to {name}: the config has {names}, and Adam and AdamW are replaced"
         )
-    implementation = config.implementation
+    theirs = config.implementation
     result: FlashOptimizersContainer.Config = derive(
         config,
         FlashOptimizersContainer.Config,
@@ -103,14 +103,17 @@ def _replaced(config: Any, name: str, options: dict[str, Any]) -> FlashOptimizer
             **options,
             "optimizer_name": name,
             "param_groups": param_groups,
-            "implementation": "fused" if implementation == "fused_opt_states_bf16" else implementation,
+            "implementation": "fused" if theirs == "fused_opt_states_bf16" else theirs,
         },
     )
     return result
 
 
 def _group(group: ParamGroupConfig, name: str, given: dict[str, Any]) -> ParamGroupConfig:
-    """Return a group of Adam or AdamW as one of ours, with all its hyperparameters; another one as it is."""
+    """Return a group of Adam or AdamW as one of ours, with all its hyperparameters; others' groups as they are."""
+    if group.optimizer_name == name:
+        kwargs = {**group.optimizer_kwargs, **given}
+        return ParamGroupConfig(pattern=group.pattern, optimizer_name=name, optimizer_kwargs=kwargs)
     replaced = _REPLACED.get(group.optimizer_name)
     if replaced is None:
         return group

@@ -284,6 +284,15 @@ def test_override_leaves_other_optimizers_groups_alone() -> None:
         overridden("flashoptim_dist.torchtitan.flash_adamw", optimizer=only_muon)
 
 
+def test_override_on_one_of_our_configs_sets_what_is_given() -> None:
+    group = ParamGroupConfig(pattern="norm", optimizer_name="FlashAdamW", optimizer_kwargs={"weight_decay": 0.0})
+    config = FlashOptimizersContainer.Config(lr=1e-2, seed=3, param_groups=[group])
+    root = overridden(("flashoptim_dist.torchtitan.flash_adamw", {"lr": 1e-3}), optimizer=config)
+    [optimizer] = root.optimizer.build(model_parts=[make_model()])
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(1e-3, 0.0), (1e-3, 0.1)]
+    assert optimizer.format_spec()["seed"] == 3
+
+
 def test_override_refuses_unknown_options_by_name() -> None:
     with pytest.raises(TypeError, match=r"'learning_rate'.*lr"):
         overridden(("flashoptim_dist.torchtitan.flash_adamw", {"learning_rate": 1.0}))
