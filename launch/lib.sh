@@ -3,10 +3,14 @@
 # To be sourced; it defines and runs nothing by itself. bash 3.2 or newer, and no tool beyond POSIX and Python.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-VENV=$ROOT/.venv
-VENV_PYTHON=$VENV/bin/python
-# Present in every .venv these scripts made: such a folder may be deleted, anyone else's may not.
-VENV_MARK=$VENV/.made-by-launch
+# Sets which environment the functions below make and use.
+use_venv() {
+    VENV=$1
+    VENV_PYTHON=$VENV/bin/python
+    # Present in every .venv these scripts made: such a folder may be deleted, anyone else's may not.
+    VENV_MARK=$VENV/.made-by-launch
+}
+use_venv "$ROOT/.venv"
 # What a machine without a GPU gets. Unpinned, pip brings the newest CUDA build, several GB that nothing here can use.
 CPU_TORCH=2.13.0
 PROGRAM=${0##*/}

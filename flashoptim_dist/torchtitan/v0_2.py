@@ -90,6 +90,7 @@ class FlashOptimizersContainer(OptimizersContainer):
             ValueError: it was saved in another form than this run's, or by another kind of optimizer.
         """
         for optimizer in self.optimizers:
+            optimizer.init_state()  # what is live tells which entries to look for
             load_flat_state(optimizer, state_dict)
 
 
