@@ -185,3 +185,14 @@ def test_torchtitans_adamw_converts_to_ours_and_back(tmp_path: Path) -> None:
         assert torch.equal(again.state[f"parameter.{name}"], value), name
     resumed = _train(2, "stock_llama", tmp_path / "back", steps=8, change={**SAVES, "checkpoint.load_step": 6})
     assert [step for step, _, _ in resumed.metrics] == [7, 8]
+
+
+@pytest.mark.long
+def test_expert_parallel_checkpoints_load_without_it(tmp_path: Path) -> None:
+    """Experts lie on another mesh than the rest then; the optimizer takes parameters of both."""
+    trained = _train(2, "moe", tmp_path, steps=3, change=SAVES, expert_parallel_degree=2)
+    elsewhere = {**SAVES, "checkpoint.load_step": 3, "checkpoint.exclude_from_loading": ["dataloader"]}
+    loaded = _train(2, "moe", tmp_path, steps=3, change=elsewhere)
+    assert_equal(trained.state, loaded.state)
+    resumed = _train(2, "moe", tmp_path, steps=5, change=elsewhere)
+    assert [step for step, _, _ in resumed.metrics] == [4, 5]
