@@ -56,6 +56,15 @@ def test_options_are_typed_and_can_be_set() -> None:
     assert not config.checkpoint.export_master_weights
 
 
+def test_the_override_on_the_command_line_of_torchtitans_own_config() -> None:
+    override = 'flashoptim_dist.torchtitan.flash_adamw={"lr": 3e-4}'
+    config = _parse("llama3", "--config", "llama3_8b", "--training.dtype", "bfloat16", "--override.imports", override)
+    device.apply_overrides(config.override, config)
+    assert isinstance(config.optimizer, device.FlashOptimizersContainer.Config)
+    [group] = config.optimizer.param_groups
+    assert group.optimizer_kwargs == {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
 def test_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         _parse(RECIPES, "--config", "llama3_debug_flash", "--help")

@@ -122,11 +122,14 @@ def test_one_override_on_torchtitans_own_config(tmp_path: Path) -> None:
     assert trained.state[f"state.{WQKV}.error_bits"].dtype == torch.int8
 
 
-def test_gradient_release_is_the_same_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "parallelism", [{}, pytest.param({"tensor_parallel_degree": 2}, marks=pytest.mark.long)], ids=["FSDP", "TP"]
+)
+def test_gradient_release_is_the_same_training(tmp_path: Path, parallelism: dict[str, int]) -> None:
     release = {"gradient_release.enable": True, "gradient_release.clipping": "none"}
     accumulate = {"training.global_batch_size": 8, "training.max_norm": 1e9}
-    without = _train(2, "llama", tmp_path / "a", steps=4, change=accumulate)
-    with_release = _train(2, "llama", tmp_path / "b", steps=4, change={**release, **accumulate})
+    without = _train(2, "llama", tmp_path / "a", steps=4, change=accumulate, **parallelism)
+    with_release = _train(2, "llama", tmp_path / "b", steps=4, change={**release, **accumulate}, **parallelism)
     assert_equal(without.state, with_release.state)
     assert [loss for _, loss, _ in without.metrics] == [loss for _, loss, _ in with_release.metrics]
 
