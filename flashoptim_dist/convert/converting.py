@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from flashoptim_dist.convert.parameters import WEIGHT, ParameterConversion, Save
 from flashoptim_dist.convert.result import OutputTensor, Result, Unit, state_path, unit_of
 from flashoptim_dist.convert.targets import Target
 from flashoptim_dist.convert.training_state import Group, TrainingState
-from flashoptim_dist.optim.state import STEP
+from flashoptim_dist.optim.state import ERROR_BITS, STEP
 from flashoptim_dist.optim.versions import check_format
 
 ORIGIN = "converted_from"
@@ -295,8 +295,12 @@ def _units(name: str, conversion: ParameterConversion, fused: FusedWeight | None
     }
     units = []
     if fused is not None and WEIGHT in outputs:
-        whole = outputs.pop(WEIGHT)
-        units = [_part(fused, index, conversion, whole.dtype) for index in range(len(fused.parts))]
+        dtype = outputs.pop(WEIGHT).dtype
+        saved = conversion.saved
+        correction = {key: value for key, value in saved.state.items() if key == ERROR_BITS}
+        # Moments say nothing about the weight: as before the first step, they are left out.
+        alone = ParameterConversion(replace(saved, state={STEP: 0.0, **correction}), conversion.target, dtype)
+        units = [_part(fused, index, alone, dtype) for index in range(len(fused.parts))]
     if not outputs:
         return units
 
