@@ -21,7 +21,9 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     ]
     if config.optimizer == "flash_adamw":
         return fod.FlashAdamW(groups, lr=config.peak_lr, betas=config.betas, eps=config.eps, seed=config.seed)
-    return torch.optim.AdamW(groups, lr=config.peak_lr, betas=config.betas, eps=config.eps)
+    # Its fastest form on a GPU; elsewhere what torch chooses.
+    fused = True if named[0][1].is_cuda else None
+    return torch.optim.AdamW(groups, lr=config.peak_lr, betas=config.betas, eps=config.eps, fused=fused)
 
 
 def release_gradients(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer) -> fod.GradientRelease | None:
