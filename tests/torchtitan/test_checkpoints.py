@@ -19,9 +19,18 @@ from tests.torchtitan.models import assert_equal, container, make_model, schedul
 
 
 def _model(kind: str, seed: int) -> Any:
-    """Return the model, sharded: "fsdp 2", "hsdp 2 2", "tp 2 2" (FSDP times tensor parallelism)."""
+    """Return the model, sharded: "fsdp 2", "hsdp 2 2", "tp 2 2" (FSDP times tensor parallelism); or, "stage 2", this
+    rank's stage of a pipeline.
+    """
     name, *sizes = kind.split()
     numbers = tuple(map(int, sizes))
+    if name == "stage":
+        model = make_model(seed=seed)
+        if dist.get_rank() == 0:
+            del model.layers["1"], model.norm, model.lm_head
+        else:
+            del model.tok_embeddings, model.layers["0"]
+        return model
     if name != "tp":
         return make_model(mesh=mesh(*numbers), seed=seed)
     grid = mesh(*numbers, names=("dp_shard", "tp"))
@@ -110,6 +119,21 @@ def test_other_numbers_of_ranks_and_placements_go_on_bit_for_bit(tmp_path: Path,
     loaded, resumed = run_ranks(_world(after), _load_and_train, str(tmp_path), after)[0]
     assert_equal(saved, loaded)
     assert_equal(trained, resumed)
+
+
+@pytest.mark.full
+def test_stages_of_a_pipeline_load_as_one_model_and_as_stages(tmp_path: Path) -> None:
+    """Each has an optimizer of its own, whose first group is number 0 as that of the others."""
+    saved = run_ranks(2, _train_and_save, str(tmp_path), "stage 2", "disabled")
+    whole, _ = run_ranks(2, _load_and_train, str(tmp_path), "fsdp 2")[0]
+    parts = [part for part, _ in saved]
+    assert not parts[0].keys() & parts[1].keys()
+    assert_equal({**parts[0], **parts[1]}, whole)
+    for (part, trained), (loaded, resumed) in zip(
+        saved, run_ranks(2, _load_and_train, str(tmp_path), "stage 2"), strict=True
+    ):
+        assert_equal(part, loaded)
+        assert_equal(trained, resumed)
 
 
 # ---------------------------------------------------------------------- export
