@@ -43,7 +43,8 @@ from flashoptim_dist.checkpoint import Checkpointer
 def train(config: Config, interrupts: Interrupts | None = None) -> None:
     """One start of a run: from its newest checkpoint, if there is one, to its last step. All ranks must call.
 
-    Raises Interrupted, on every rank, once a step is saved after some rank was asked to end.
+    Raises Interrupted, on every rank, once a step is saved after some rank was asked to end. A step that was left out
+    is not saved: then it is the next one.
     """
     interrupts = interrupts or Interrupts()
     # torch's AdamW keeps fp32 weights, which FSDP2 casts for the matrix products: that needs a mesh on one GPU too.
@@ -110,7 +111,7 @@ def train(config: Config, interrupts: Interrupts | None = None) -> None:
         is_last = step == progress.last
         if is_last or (not interrupts.agreed and config.evaluate_every and step % config.evaluate_every == 0):
             evaluate(step)
-        stops_here = interrupts.agreed and not is_last
+        stops_here = interrupts.agreed and not is_last and not skipped.pending
         is_due = config.save_every and step % config.save_every == 0 and not skipped.pending
         if is_last or stops_here or is_due:
             saved = save(config, checkpointer, progress, step, world, release)

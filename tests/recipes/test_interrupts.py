@@ -99,8 +99,11 @@ def test_a_signal_in_the_last_step_changes_nothing(inputs: dict[str, Any], tmp_p
     assert asked == [("trained to the end", True), ("trained to the end", False)]
 
 
-def _train_with_bad_gradients(values: dict[str, Any], steps: list[int]) -> str | None:
-    """Train; in these steps of this start, rank 1's part of every gradient has an Inf."""
+def _train_with_bad_gradients(values: dict[str, Any], steps: list[int], asked_after: int = 0) -> str | None:
+    """Train; in these steps of this start, rank 1's part of every gradient has an Inf.
+
+    `asked_after`: the step after which rank 0 is asked to end; the ranks agree on that in the next.
+    """
     release_gradients = llama_finetune.release_gradients
     step = 1
 
@@ -115,15 +118,19 @@ def _train_with_bad_gradients(values: dict[str, Any], steps: list[int]) -> str |
             parameter.register_post_accumulate_grad_hook(spoil)
         return release
 
+    interrupts = Interrupts()
+
     def act(done: int) -> None:
         nonlocal step
         step = done + 1
+        if done == asked_after and torch.distributed.get_rank() == 0:
+            interrupts._receive(signal.SIGTERM, None)
 
     llama_finetune.release_gradients = release_and_spoil
     try:
         with _at_each_step(act):
-            llama_finetune.train(Config(**values))
-    except BadInput as error:
+            llama_finetune.train(Config(**values), interrupts)
+    except (BadInput, Interrupted) as error:
         return str(error)
     finally:
         llama_finetune.release_gradients = release_gradients
@@ -157,6 +164,17 @@ def test_single_skips_pass_and_repeated_ones_stop(
     assert "the last good checkpoint is step 3" in str(told[0])
     told = run_ranks(2, _train_with_bad_gradients, {**values, "resume": "3", "steps": 4}, [1])
     assert "step 4 has loss" in str(told[0])  # the last one can't be made up for
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("release", [False, True])
+def test_a_run_asked_to_end_does_not_save_a_step_that_is_left_out(
+    inputs: dict[str, Any], tmp_path: Path, release: bool
+) -> None:
+    values = {**inputs, "gradient_release": release, "output": str(tmp_path)}
+    told = run_ranks(2, _train_with_bad_gradients, values, [3], 2)
+    assert told == ["interrupted: step 4 of 6 is saved; the same command goes on"] * 2
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000004"]
 
 
 def test_a_finished_run_is_not_begun_anew_by_a_restart() -> None:

@@ -251,11 +251,15 @@ def test_torchrun_trains_and_saves(inputs: dict[str, Any], tmp_path: Path) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("optimizer", ["flash_adamw", "adamw"])
-def test_all_gpus_train_save_and_go_on(inputs: dict[str, Any], tmp_path: Path, optimizer: str) -> None:
-    values = {**inputs, "steps": 4, "optimizer": optimizer, "device": "cuda", "output": str(tmp_path)}
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--optimizer", "adamw"], ["--gradient-release"], ["--gradient-release", "--compile"]],
+    ids=lambda options: " ".join(options) or "as it is",
+)
+def test_all_gpus_train_save_and_go_on(inputs: dict[str, Any], tmp_path: Path, options: list[str]) -> None:
+    values = {**inputs, "steps": 4, "device": "cuda", "output": str(tmp_path)}
     for _ in range(2):
-        done = _run(_options(values), torch.cuda.device_count())
+        done = _run([*_options(values), *options], torch.cuda.device_count())
         assert done.returncode == 0, done.stderr
     training = [record for record in _metrics(tmp_path) if record["kind"] == "train"]
     assert [record["step"] for record in training] == list(range(1, 9))
