@@ -77,7 +77,8 @@ def test_export_as_hugging_face_safetensors_loads_again(tmp_path: Path) -> None:
         assert torch.equal(loaded.masters[name], value.bfloat16().float()), name
 
 
-@pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_resume_goes_on_bit_for_bit(tmp_path: Path, mode: str) -> None:
     change = {**SAVES, "checkpoint.async_mode": mode}
     trained = _train(2, "llama", tmp_path, steps=6, change=change)
