@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, get_train_spec, register_train_spec
 from torchtitan.tools.logging import logger
@@ -78,6 +79,22 @@ class FlashOptimizersContainer(OptimizersContainer):
             everything.extend(whole["params"])
         self._validate_length(len(model_parts))
         self._post_init(everything, optimizer_kwargs)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step all optimizers.
+
+        Tensor parallelism without FSDP leaves gradients that are placed otherwise than their parameters (replicated,
+        where the embedding is sharded). torch's optimizers redistribute them in passing; so does this, for which all
+        ranks must call.
+        """
+        # Not by the parent's step(): its wrapper would run the hooks of this container a second time.
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    gradient = parameter.grad
+                    if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+                        parameter.grad = gradient.redistribute(parameter.device_mesh, parameter.placements)
+            optimizer.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the flat state of all optimizers; every trainable parameter has state then. No communication."""
