@@ -40,9 +40,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     for mode in ("disabled", "async"):
         folder, arguments = tmp_path / mode, (*FLASH, "--checkpoint.async_mode", mode)
         first = run_ranks(2, run, str(folder), *arguments, *_steps(3, 2))
-        shutil.rmtree(
-            folder / "checkpoint" / "step-3"
-        )  # written by waiting; step 2 by the mode in question
+        shutil.rmtree(folder / "checkpoint" / "step-3")  # written by waiting; step 2 by the mode in question
         rest = run_ranks(2, run, str(folder), *arguments, *_steps(4, 100))
         _same_runs(rest, whole, [one.losses for one in first])
         assert min(rest[0].losses) == 3
