@@ -7,10 +7,12 @@ nothing but the data and its own state, so it does not matter which rank, or whi
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,6 +186,8 @@ class LaneParts(IterableDataset[Part]):
         except BadInput as error:
             # As a value: what a worker raises comes out of the loader wrapped in a traceback.
             yield Part(failure=str(error))
+        except OSError as error:
+            yield Part(failure=f"cannot read on in the data ({error}); see that it is where it was, and start again")
 
     def _fill(self, lanes: list[Lane], restoring: bool = False) -> list[int]:
         """Fill the lanes' pools, all lanes in one go; returns how many rows became what."""
@@ -285,22 +289,21 @@ class StreamedSteps:
 
         Raises BadInput, on every rank, for a row that cannot be used or a shard that has changed.
         """
-        parts = self._parts()
-        while True:
-            failure: Exception | None = None
-            part = Part()
-            try:
-                part = next(parts)
-                failure = BadInput(part.failure) if part.failure else None
-            except Exception as error:  # a worker that was killed: the other ranks have to know
-                failure = error
-            trained = self._agree(world, part, failure)
-            sequences = part.sequences + [[] for _ in range(self._share - len(part.sequences))]
-            yield StepBatches(
-                rank_batches(sequences, self._source.context, self._micro_batch, 0, 1), trained_tokens=trained
-            )
+        with _closed_in_the_end(self._parts()) as parts:
+            while True:
+                failure: Exception | None = None
+                part = Part()
+                try:
+                    part = next(parts)
+                    failure = BadInput(part.failure) if part.failure else None
+                except Exception as error:  # a worker that was killed: the other ranks have to know
+                    failure = error
+                trained = self._agree(world, part, failure)
+                sequences = part.sequences + [[] for _ in range(self._share - len(part.sequences))]
+                batches = rank_batches(sequences, self._source.context, self._micro_batch, 0, 1)
+                yield StepBatches(batches, trained_tokens=trained)
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Generator[Part, None, None]:
         """This rank's part of each step, put together from its workers'."""
         if self._mine == 0:
             while True:
@@ -351,9 +354,23 @@ class StreamedSteps:
         return int(table[1])
 
 
+@contextlib.contextmanager
+def _closed_in_the_end(parts: Generator[Part, None, None]) -> Iterator[Iterator[Part]]:
+    """Close `parts`, and with it the workers, after the block, or where Python ends before that.
+
+    At its end Python waits for workers that nobody has told to stop; an error keeps them where its traceback is kept.
+    """
+    atexit.register(parts.close)  # runs before multiprocessing's own, which was registered first
+    try:
+        yield parts
+    finally:
+        parts.close()
+        atexit.unregister(parts.close)
+
+
 def _begin_worker(_: int) -> None:
-    # The rank answers signals, by saving: its workers have to go on until the step under way is done. One whose rank is
-    # gone ends by itself.
+    # The rank answers signals, by saving: its workers have to go on until the step under way is done. A second SIGTERM
+    # ends them; one whose rank is gone ends by itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

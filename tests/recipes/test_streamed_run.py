@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from llama_support.model import DEBUG_MODEL, load_tokenizer
 from llama_support.world import World, start_world
 
 from tests.pool import run_ranks
-from tests.recipes.inputs import assert_same_state, small_run, write_rows
+from tests.recipes.inputs import ROOT, assert_same_state, small_run, write_rows
 
 pytestmark = pytest.mark.full
 
@@ -139,3 +140,20 @@ def test_workers_go_on_when_their_rank_is_told_to_end(inputs: dict[str, Any], tm
     for _ in range(10):
         next(steps)
     assert worker.is_alive()
+
+
+def test_python_ends_with_workers_that_are_still_there(inputs: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    program = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "recipes")!r})
+import torch
+from llama_support.config import Config
+from llama_support.data import load_data
+from llama_support.model import DEBUG_MODEL, load_tokenizer
+from llama_support.world import World
+config = Config(**{ {**inputs, "output": str(tmp_path / "run")}!r})
+steps = load_data(config, load_tokenizer(DEBUG_MODEL), 4096, 0, 1).steps(World(0, 1, torch.device("cpu"), None))
+next(steps)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=280).returncode == 0

@@ -264,6 +264,14 @@ def test_ranks_that_see_different_shards_are_told_which(tmp_path: Path) -> None:
     assert "on rank 1 shard part-3.jsonl is gone" in texts[0]
 
 
+def test_a_shard_that_is_gone_during_the_run_is_named(tmp_path: Path) -> None:
+    config = _config(_write(tmp_path / "data"), data_workers=1, validation_data=str(_write(tmp_path / "own")))
+    data = _load(config)
+    (tmp_path / "data" / "part-4.jsonl").unlink()
+    with pytest.raises(BadInput, match=r"cannot read on in the data .*part-4\.jsonl"):
+        next(data.steps(ALONE))
+
+
 def test_shards_that_changed_between_two_starts_are_named(tmp_path: Path) -> None:
     folder = _write(tmp_path / "data")
     config = _config(folder)
