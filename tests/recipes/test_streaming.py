@@ -29,6 +29,8 @@ from llama_support.world import World, start_world
 
 from tests.pool import run_ranks
 
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 under torch 2.13
+
 BATCH = 6
 _STRICT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'alien' %}{{ raise_exception('no aliens') }}{% endif %}"
