@@ -33,7 +33,7 @@ def stdlib_functions(root: Path | None = None) -> list[tuple[str, str]]:
                 tree = ast.parse(text)
         except (OSError, SyntaxError, ValueError):
             continue  # templates and deliberately broken files are no functions to learn from
-        lines = text.splitlines()
+        lines = text.split("\n")  # as ast counts them; splitlines() would also split at form feeds
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 pair = _prompt_and_docstring(node, lines)

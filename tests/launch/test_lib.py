@@ -41,7 +41,8 @@ if option == "-c":
     exec(text)
 elif (option, text) == ("-m", "venv") and {venv}:
     venv.create(rest[0], symlinks=True)
-    library = sysconfig.get_path("purelib", "venv", vars={{"base": rest[0], "platbase": rest[0]}})
+    scheme = "venv" if "venv" in sysconfig.get_scheme_names() else "posix_prefix"  # Python 3.10
+    library = sysconfig.get_path("purelib", scheme, vars={{"base": rest[0], "platbase": rest[0]}})
     os.mkdir(library + "/pip")
     open(library + "/pip/__main__.py", "w").close()
 else:

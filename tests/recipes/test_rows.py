@@ -131,6 +131,12 @@ def test_functions_of_a_library(tmp_path: Path) -> None:
     assert late == ("def late(x):\n    return x" + PROMPT_END, "Doc of late.")
 
 
+def test_a_form_feed_ends_no_line(tmp_path: Path) -> None:
+    """Python 3.10's library has them between the functions of a file."""
+    (tmp_path / "a.py").write_text('"Doc of a module."\n\f\ndef paged(x):\n    "Doc of paged."\n    return x\n')
+    assert stdlib_functions(tmp_path) == [("def paged(x):\n    return x" + PROMPT_END, "Doc of paged.")]
+
+
 def test_the_standard_library_is_there() -> None:
     rows = read_rows("stdlib")
     assert len(rows) > 3000
