@@ -356,7 +356,7 @@ def test_special_variance_hurts_itself_alone(group: Tensor, specials: list[tuple
     if clean.any() and not finite.all():
         # The group's top, which is at most a sixteenth of an octave above the largest, rounded like all others: with
         # noise to either of two neighbouring codes, so that the largest may come to lie one code above it.
-        lowest = codes[finite].max().int() - (seed is not None)
+        lowest = int(codes[finite].max()) - (seed is not None)
         assert bool((codes[~finite].int() >= lowest).all())
 
 
