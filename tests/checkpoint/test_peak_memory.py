@@ -72,7 +72,7 @@ def _measure(directory: str, what: str) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak of a stretch of code")
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_the_bounds_hold(tmp_path: Path, world_size: int) -> None:
     """B23 of the collected bug reports: loading took twice the state."""
     for peak, _ in run_ranks(world_size, _measure, str(tmp_path / "a"), "save"):

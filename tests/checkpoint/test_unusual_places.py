@@ -191,6 +191,7 @@ for step in range(1, 60):
 """
 
 
+@pytest.mark.full
 def test_two_runs_in_one_folder_by_accident(tmp_path: Path) -> None:
     """Some of their saves fail, with an error; whatever stands is whole and of one of them."""
     run = tmp_path / "run"

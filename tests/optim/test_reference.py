@@ -252,7 +252,7 @@ def test_eager_gives_the_bits_of_the_definition(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", [KINDS[2], KINDS[4], KINDS[7], KINDS[8]], ids=str)
-@pytest.mark.parametrize("chunk", [1, 96, 1000])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.full), 96, 1000])
 def test_bits_do_not_depend_on_blocks(kind: Kind, chunk: int) -> None:
     cpu_backend("eager")
     for shape in [(33,), (40, 96), (33, 50), (2, 1500), (16, 8, 3, 3), (3, 20, 37), (3, 64, 5, 5)]:
@@ -394,10 +394,9 @@ def assert_compiled_is_eager(kind: Kind) -> None:
 
 
 @needs_compiler
+@pytest.mark.full
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[] if k.name == "adamw-special" else pytest.mark.full) for k in KINDS], ids=str
-)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_compiled_gives_the_bits_of_eager_and_compiles_once(kind: Kind) -> None:
     assert_compiled_is_eager(kind)
 

@@ -52,6 +52,7 @@ def _check(document: dict[str, Any], ranks: int) -> None:
         assert len(row["all_save_s"]) == len(row["all_load_s"]) == len(row["all_stall_s"]) == 2
 
 
+@pytest.mark.full
 def test_smoke_run_of_one_process(tmp_path: Path) -> None:
     _check(_run(tmp_path), 1)
 

@@ -141,7 +141,7 @@ def _train_with_bad_gradients(values: dict[str, Any], steps: list[int], asked_af
     "change",
     [
         {},
-        {"gradient_release": True},
+        pytest.param({"gradient_release": True}, marks=pytest.mark.full),
         pytest.param({"gradient_release": True, "clip_norm": 0.0}, marks=pytest.mark.full),
         pytest.param({"clip_norm": 0.0}, marks=pytest.mark.full),
         pytest.param({"optimizer": "adamw"}, marks=pytest.mark.full),

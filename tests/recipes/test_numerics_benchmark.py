@@ -17,6 +17,7 @@ from numerics_support.measure import Result, Subject, ours, run
 from torch import nn
 
 
+@pytest.mark.full
 def test_smoke_run_writes_tables_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     numerics.main(numerics.Config(smoke=True, betas2=(0.95, 0.999), output=tmp_path))
     document = json.loads((tmp_path / "numerics.json").read_text())
