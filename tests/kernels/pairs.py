@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -259,3 +260,16 @@ def _terms(pair: Stepped, number: int) -> dict[str, Tensor]:
         return {"weight": weight + lr + flips * (2 * lr / ROUNDING), "exp_avg": momentum}
     momentum = group["momentum"] * before.get("momentum_buffer", torch.zeros(())).abs() + gradient
     return {"weight": weight + lr * (momentum + gradient), "momentum_buffer": momentum}
+
+
+def every_fifth_in_ci(cases: list[Case]) -> list[Any]:
+    """Return cases of the slow tier as pytest's parameters: all of them but every fifth are of the longest tier.
+
+    Five is coprime to the numbers of values of the options, 2 and 3, so that each value, and each pair of neighbouring
+    options' values, is still among what continuous integration runs.
+    """
+    long = (pytest.mark.full, pytest.mark.long)
+    return [
+        pytest.param(case, id=str(case), marks=long if index % 5 else pytest.mark.full)
+        for index, case in enumerate(cases)
+    ]
