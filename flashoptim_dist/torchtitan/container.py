@@ -199,6 +199,7 @@ class FlashOptimizersContainer(OptimizersContainer):
         """
         for optimizer in self.optimizers:
             if isinstance(optimizer, FlashOptimizer):
+                optimizer.init_state()  # what is live tells which entries to look for
                 load_flat_state(optimizer, state_dict)
             else:
                 init_optim_state(optimizer)

@@ -138,6 +138,19 @@ def test_loading_into_a_run_that_has_trained_takes_the_saved_state(tmp_path: Pat
     assert_equal(saved, snapshot(model2, optimizers2))
 
 
+def test_a_container_that_was_never_asked_for_its_state_loads_one() -> None:
+    model, optimizers, _ = _trained()
+    state = {
+        key: value.clone() if isinstance(value, Tensor) else value for key, value in optimizers.state_dict().items()
+    }
+    fresh = make_model(seed=0)
+    fresh.load_state_dict(model.state_dict())
+    loaded = container(fresh)
+    schedulers(loaded)  # which adds to the groups, as it did to the other
+    loaded.load_state_dict(state)
+    assert_equal(snapshot(model, optimizers), snapshot(fresh, loaded))
+
+
 def test_asking_for_the_state_is_no_step() -> None:
     model = make_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
