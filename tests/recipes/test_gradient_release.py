@@ -21,12 +21,9 @@ from llama_support.report import Run
 
 from tests.pool import run_ranks
 from tests.recipes.inputs import assert_same_state, saved_checkpoint, small_run, write_tiny_model
+from tests.recipes.runs import CutOffError
 
 RELEASE = {"gradient_release": True}
-
-
-class _CutOffError(Exception):
-    """Stands for whatever ends a process in the middle of a step."""
 
 
 def _train(values: dict[str, Any], cut_at: int | None = None) -> list[str]:
@@ -38,7 +35,7 @@ def _train(values: dict[str, Any], cut_at: int | None = None) -> list[str]:
     def accumulate_or_die(*arguments: Any) -> float:
         loss = accumulate_gradient(*arguments)
         if next(steps) == cut_at:
-            raise _CutOffError
+            raise CutOffError
         return loss
 
     def say_and_keep(log: RunLog, message: str) -> None:
@@ -49,7 +46,7 @@ def _train(values: dict[str, Any], cut_at: int | None = None) -> list[str]:
     RunLog.say = say_and_keep  # type: ignore[method-assign]
     try:
         llama_finetune.train(Config(**values))
-    except _CutOffError:
+    except CutOffError:
         said.append("cut off")
     except BadInput as error:
         said.append(str(error))

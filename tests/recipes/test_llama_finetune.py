@@ -13,40 +13,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
-import llama_finetune
 import pytest
 import torch
-from llama_support.config import Config
-from llama_support.errors import BadInput
 
 from flashoptim_dist.checkpoint import format_check
 from tests.pool import run_ranks
 from tests.recipes.inputs import ROOT, assert_same_state, saved_checkpoint, saved_tensors, small_run, write_tiny_model
-
-
-class _CutOffError(Exception):
-    """Stands for whatever ends a process in the middle of a step."""
-
-
-def _train(values: dict[str, Any], cut_at: int | None = None) -> str | None:
-    """Train on this rank; the text of the BadInput that stopped it, if one did. `cut_at` dies in that step."""
-    set_learning_rate = llama_finetune.set_learning_rate
-
-    def set_or_die(optimizer: torch.optim.Optimizer, config: Config, step: int) -> float:
-        if step == cut_at:
-            raise _CutOffError
-        return set_learning_rate(optimizer, config, step)
-
-    llama_finetune.set_learning_rate = set_or_die
-    try:
-        llama_finetune.train(Config(**values))
-    except BadInput as error:
-        return str(error)
-    except _CutOffError:
-        return "cut off"
-    finally:
-        llama_finetune.set_learning_rate = set_learning_rate
-    return None
+from tests.recipes.runs import train
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +33,10 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
 
 def test_a_run_that_was_cut_off_ends_with_the_same_state(inputs: dict[str, Any], tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert run_ranks(2, _train, {**inputs, "output": str(whole)}) == [None, None]
-    assert run_ranks(2, _train, {**inputs, "output": str(cut)}, 6) == ["cut off", "cut off"]
+    assert run_ranks(2, train, {**inputs, "output": str(whole)}) == [None, None]
+    assert run_ranks(2, train, {**inputs, "output": str(cut)}, 6) == ["cut off", "cut off"]
     assert not (cut / "checkpoints" / "step-00000006").exists()
-    assert run_ranks(2, _train, {**inputs, "output": str(cut)}) == [None, None]
+    assert run_ranks(2, train, {**inputs, "output": str(cut)}) == [None, None]
     assert_same_state(whole, cut, 6)
 
     def values(run: Path) -> list[tuple[str, int, float]]:
@@ -80,10 +53,10 @@ def test_a_run_that_was_cut_off_ends_with_the_same_state(inputs: dict[str, Any],
 
 def test_a_finished_run_goes_on_with_a_new_schedule_or_stops(inputs: dict[str, Any], tmp_path: Path) -> None:
     values = {**inputs, "steps": 2, "output": str(tmp_path)}
-    assert run_ranks(2, _train, values) == [None, None]
-    assert run_ranks(2, _train, {**values, "when_finished": "stop"}) == [None, None]
+    assert run_ranks(2, train, values) == [None, None]
+    assert run_ranks(2, train, {**values, "when_finished": "stop"}) == [None, None]
     assert [record["step"] for record in _metrics(tmp_path) if record["kind"] == "train"] == [1, 2]
-    assert run_ranks(2, _train, values) == [None, None]
+    assert run_ranks(2, train, values) == [None, None]
     training = [record for record in _metrics(tmp_path) if record["kind"] == "train"]
     assert [record["step"] for record in training] == [1, 2, 3, 4]
     assert [record["lr"] for record in training[:2]] == [record["lr"] for record in training[2:]]
@@ -91,9 +64,9 @@ def test_a_finished_run_goes_on_with_a_new_schedule_or_stops(inputs: dict[str, A
 
 def test_a_run_goes_on_with_another_number_of_ranks(inputs: dict[str, Any], tmp_path: Path) -> None:
     of_two, mixed = tmp_path / "two", tmp_path / "mixed"
-    assert run_ranks(2, _train, {**inputs, "output": str(of_two)}) == [None, None]
-    assert run_ranks(2, _train, {**inputs, "output": str(mixed)}, 3) == ["cut off", "cut off"]
-    assert run_ranks(1, _train, {**inputs, "output": str(mixed)}) == [None]
+    assert run_ranks(2, train, {**inputs, "output": str(of_two)}) == [None, None]
+    assert run_ranks(2, train, {**inputs, "output": str(mixed)}, 3) == ["cut off", "cut off"]
+    assert run_ranks(1, train, {**inputs, "output": str(mixed)}) == [None]
     for one, other in zip(_metrics(of_two), _metrics(mixed), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=2e-3)
 
@@ -101,9 +74,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(inputs: dict[str, Any], tmp_
 @pytest.mark.parametrize("optimizer", ["flash_adamw", "adamw"])
 def test_options_may_change_on_resuming(inputs: dict[str, Any], tmp_path: Path, optimizer: str) -> None:
     values = {**inputs, "steps": 4, "optimizer": optimizer, "output": str(tmp_path)}
-    assert run_ranks(2, _train, values, 3) == ["cut off", "cut off"]
+    assert run_ranks(2, train, values, 3) == ["cut off", "cut off"]
     changes = {"weight_decay": 0.5, "betas": (0.8, 0.9), "activation_checkpointing": "none", "global_batch": 4}
-    assert run_ranks(2, _train, {**values, **changes}) == [None, None]
+    assert run_ranks(2, train, {**values, **changes}) == [None, None]
     groups = saved_checkpoint(tmp_path, 4)["optimizer"]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
     assert [tuple(group["betas"]) for group in groups] == [(0.8, 0.9)] * 2
@@ -112,7 +85,7 @@ def test_options_may_change_on_resuming(inputs: dict[str, Any], tmp_path: Path, 
 def test_both_optimizers_train_alike(inputs: dict[str, Any], tmp_path: Path) -> None:
     for optimizer in ("flash_adamw", "adamw"):
         run = {**inputs, "optimizer": optimizer, "output": str(tmp_path / optimizer)}
-        assert run_ranks(2, _train, run) == [None, None]
+        assert run_ranks(2, train, run) == [None, None]
     flash, plain = (_metrics(tmp_path / name) for name in ("flash_adamw", "adamw"))
     assert flash[0]["loss"] == plain[0]["loss"]
     assert flash[-1]["loss"] == pytest.approx(plain[-1]["loss"], rel=0.01)
@@ -126,29 +99,29 @@ def _bytes(folder: Path) -> int:
 
 def test_weights_that_are_not_finite_stop_the_run_before_it_starts(inputs: dict[str, Any], tmp_path: Path) -> None:
     spoiled = write_tiny_model(tmp_path / "spoiled", spoil=True)
-    texts = run_ranks(2, _train, {**inputs, "model": str(spoiled), "output": str(tmp_path / "run")})
+    texts = run_ranks(2, train, {**inputs, "model": str(spoiled), "output": str(tmp_path / "run")})
     assert len(set(texts)) == 1
     assert "validation after step 0 has loss nan" in str(texts[0])
 
 
 def test_a_step_that_goes_nan_names_the_last_good_checkpoint(inputs: dict[str, Any], tmp_path: Path) -> None:
     values = {**inputs, "output": str(tmp_path)}
-    assert run_ranks(2, _train, values, 5) == ["cut off", "cut off"]
-    texts = run_ranks(2, _train, {**values, "lr": 1e38})
+    assert run_ranks(2, train, values, 5) == ["cut off", "cut off"]
+    texts = run_ranks(2, train, {**values, "lr": 1e38})
     assert len(set(texts)) == 1
     assert f"the last good checkpoint is step 4 in {tmp_path / 'checkpoints'}" in str(texts[0])
-    assert run_ranks(2, _train, {**values, "resume": "4"}) == [None, None]
+    assert run_ranks(2, train, {**values, "resume": "4"}) == [None, None]
 
 
 def test_a_checkpoint_of_weights_that_failed_is_not_called_good(inputs: dict[str, Any], tmp_path: Path) -> None:
     values = {**inputs, "output": str(tmp_path), "save_every": 1, "evaluate_every": 0}
-    assert run_ranks(2, _train, values, 3) == ["cut off", "cut off"]
+    assert run_ranks(2, train, values, 3) == ["cut off", "cut off"]
     # Step 3 leaves weights near the largest bf16: finite, so they are saved, and too large to train on.
-    texts = run_ranks(2, _train, {**values, "lr": 1e38})
+    texts = run_ranks(2, train, {**values, "lr": 1e38})
     assert len(set(texts)) == 1
     assert "step 6, after 2 that were left out, has" in str(texts[0])
     assert "the last good checkpoint is step 2" in str(texts[0])
-    assert run_ranks(2, _train, {**values, "resume": "2"}) == [None, None]
+    assert run_ranks(2, train, {**values, "resume": "2"}) == [None, None]
 
 
 def _train_as_layout(version: int, values: dict[str, Any]) -> str | None:
@@ -156,14 +129,14 @@ def _train_as_layout(version: int, values: dict[str, Any]) -> str | None:
     kept = format_check.LAYOUT_VERSION
     format_check.LAYOUT_VERSION = version
     try:
-        return _train(values)
+        return train(values)
     finally:
         format_check.LAYOUT_VERSION = kept
 
 
 def test_a_checkpoint_of_another_format_version_is_refused(inputs: dict[str, Any], tmp_path: Path) -> None:
     values = {**inputs, "output": str(tmp_path), "steps": 2}
-    assert run_ranks(2, _train, values) == [None, None]
+    assert run_ranks(2, train, values) == [None, None]
     texts = run_ranks(2, _train_as_layout, format_check.LAYOUT_VERSION + 1, values)
     assert len(set(texts)) == 1
     assert "layout version" in str(texts[0])
@@ -196,7 +169,7 @@ def _block_output(inputs: dict[str, Any], folder: Path) -> dict[str, Any]:
 )
 def test_bad_input_is_one_line_on_every_rank(inputs: dict[str, Any], tmp_path: Path, change: Any, message: str) -> None:
     values = {**inputs, "output": str(tmp_path / "run"), **change(inputs, tmp_path)}
-    texts = run_ranks(2, _train, values)
+    texts = run_ranks(2, train, values)
     assert len(set(texts)) == 1
     assert message in str(texts[0])
     assert "\n" not in str(texts[0])
@@ -207,11 +180,11 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays(
     inputs: dict[str, Any], tmp_path: Path, change: dict[str, Any]
 ) -> None:
     values = {**inputs, "output": str(tmp_path / "run"), "steps": 2}
-    assert run_ranks(2, _train, values) == [None, None]
+    assert run_ranks(2, train, values) == [None, None]
     before = saved_tensors(tmp_path / "run", 2)
     if "model" in change:
         change = {"model": str(write_tiny_model(tmp_path / "other", num_hidden_layers=3))}
-    texts = run_ranks(2, _train, {**values, **change})
+    texts = run_ranks(2, train, {**values, **change})
     assert len(set(texts)) == 1
     assert "another --output" in str(texts[0])
     after = saved_tensors(tmp_path / "run", 2)
@@ -220,8 +193,8 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays(
 
 def test_never_resuming_does_not_replace_checkpoints(inputs: dict[str, Any], tmp_path: Path) -> None:
     values = {**inputs, "output": str(tmp_path), "steps": 2}
-    assert run_ranks(2, _train, values) == [None, None]
-    texts = run_ranks(2, _train, {**values, "resume": "never"})
+    assert run_ranks(2, train, values) == [None, None]
+    texts = run_ranks(2, train, {**values, "resume": "never"})
     assert "holds checkpoints (newest: step 2)" in str(texts[0])
 
 

@@ -13,44 +13,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
-import llama_finetune
 import pytest
 import torch
 from llama_support.config import Config
 from llama_support.data import load_data
-from llama_support.errors import BadInput
 from llama_support.model import DEBUG_MODEL, load_tokenizer
 from llama_support.world import World, start_world
 
 from tests.pool import run_ranks
 from tests.recipes.inputs import ROOT, assert_same_state, small_run, write_rows
+from tests.recipes.runs import train
 
 pytestmark = pytest.mark.full
-
-
-class _CutOffError(Exception):
-    """Stands for whatever ends a process in the middle of a step."""
-
-
-def _train(values: dict[str, Any], cut_at: int | None = None) -> str | None:
-    """Train on this rank; the text of the BadInput that stopped it, if one did. `cut_at` dies in that step."""
-    set_learning_rate = llama_finetune.set_learning_rate
-
-    def set_or_die(optimizer: Any, config: Config, step: int) -> float:
-        if step == cut_at:
-            raise _CutOffError
-        return set_learning_rate(optimizer, config, step)
-
-    llama_finetune.set_learning_rate = set_or_die
-    try:
-        llama_finetune.train(Config(**values))
-    except BadInput as error:
-        return str(error)
-    except _CutOffError:
-        return "cut off"
-    finally:
-        llama_finetune.set_learning_rate = set_learning_rate
-    return None
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +45,14 @@ def _losses(run: Path) -> list[tuple[str, int, float]]:
 
 def test_a_streamed_run_that_was_cut_off_ends_with_the_same_state(inputs: dict[str, Any], tmp_path: Path) -> None:
     whole, cut, other = (tmp_path / name for name in ("whole", "cut", "other"))
-    assert run_ranks(2, _train, {**inputs, "output": str(whole)}) == [None, None]
-    assert run_ranks(2, _train, {**inputs, "output": str(cut)}, 6) == ["cut off", "cut off"]
-    assert run_ranks(2, _train, {**inputs, "output": str(cut), "data_workers": 2}) == [None, None]
+    assert run_ranks(2, train, {**inputs, "output": str(whole)}) == [None, None]
+    assert run_ranks(2, train, {**inputs, "output": str(cut)}, 6) == ["cut off", "cut off"]
+    assert run_ranks(2, train, {**inputs, "output": str(cut), "data_workers": 2}) == [None, None]
     assert_same_state(whole, cut, 6)
     assert _losses(cut) == _losses(whole)
     # On another number of ranks the steps see the same rows; sums over ranks round otherwise.
-    assert run_ranks(2, _train, {**inputs, "output": str(other)}, 3) == ["cut off", "cut off"]
-    assert run_ranks(1, _train, {**inputs, "output": str(other)}) == [None]
+    assert run_ranks(2, train, {**inputs, "output": str(other)}, 3) == ["cut off", "cut off"]
+    assert run_ranks(1, train, {**inputs, "output": str(other)}) == [None]
     for (kind, step, loss), expected in zip(_losses(other), _losses(whole), strict=True):
         assert (kind, step) == expected[:2]
         assert loss == pytest.approx(expected[2], rel=2e-3)
@@ -86,15 +60,15 @@ def test_a_streamed_run_that_was_cut_off_ends_with_the_same_state(inputs: dict[s
 
 def test_changed_shards_and_another_batch_are_refused_on_every_rank(inputs: dict[str, Any], tmp_path: Path) -> None:
     values = {**inputs, "steps": 2, "output": str(tmp_path / "run")}
-    assert run_ranks(2, _train, values) == [None, None]
-    texts = run_ranks(2, _train, {**values, "global_batch": 4})
+    assert run_ranks(2, train, values) == [None, None]
+    texts = run_ranks(2, train, {**values, "global_batch": 4})
     assert len(set(texts)) == 1
     assert "give --global-batch 6" in str(texts[0])
     shard = Path(inputs["data"]) / "2.jsonl"
     text = shard.read_text()
     try:
         shard.write_text(text.replace("even", "EVEN", 1))
-        texts = run_ranks(2, _train, values)
+        texts = run_ranks(2, train, values)
         assert len(set(texts)) == 1
         assert "shard 2.jsonl has changed" in str(texts[0])
         assert "\n" not in str(texts[0])

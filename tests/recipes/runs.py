@@ -1,0 +1,39 @@
+"""Runs of the recipe on the ranks of a pool, to their end or to a step in which they die."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
+
+import llama_finetune
+import torch
+from llama_support.config import Config
+from llama_support.errors import BadInput
+
+
+class CutOffError(Exception):
+    """Stands for whatever ends a process in the middle of a step."""
+
+
+def train(values: dict[str, Any], cut_at: int | None = None) -> str | None:
+    """Train on this rank; the text of the BadInput that stopped it, if one did. `cut_at` dies in that step."""
+    set_learning_rate = llama_finetune.set_learning_rate
+
+    def set_or_die(optimizer: torch.optim.Optimizer, config: Config, step: int) -> float:
+        if step == cut_at:
+            raise CutOffError
+        return set_learning_rate(optimizer, config, step)
+
+    llama_finetune.set_learning_rate = set_or_die
+    try:
+        llama_finetune.train(Config(**values))
+    except BadInput as error:
+        return str(error)
+    except CutOffError:
+        return "cut off"
+    finally:
+        llama_finetune.set_learning_rate = set_learning_rate
+    return None
