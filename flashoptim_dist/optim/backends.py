@@ -53,7 +53,7 @@ def step_with_torch(tasks: Sequence[StepTask], factors: Sequence[float]) -> bool
         if math.isnan(gradient_factor):
             continue
         state, record, hyperparameters = task.state, task.record, task.hyperparameters
-        state[STEP] += 1
+        state[STEP].add_(1)
         step = int(state[STEP])
         error_bits = state.get(ERROR_BITS) if ERROR_BITS in record.entries else None
         moments = tuple(

@@ -30,6 +30,7 @@ from flashoptim_dist.optim.scaling import GradientInputs, GradientScaling
 from flashoptim_dist.optim.state import ERROR_BITS, MomentSpec, new_entry, new_state
 from flashoptim_dist.optim.stepper import FusedStepper, Subset, takes_kernels
 from flashoptim_dist.optim.update_check import NumericsReport, UpdateCheck
+from flashoptim_dist.optim.watch import StateTable
 from flashoptim_dist.sharding import like_parameter, local_tensor
 
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -83,6 +84,12 @@ class FlashOptimizer(MasterWeights, GradientScaling):
         check_torch_options(torch_options or {}, "")
         self._init_runtime()
         super().__init__(params, defaults)
+        self._count_changes()
+
+    def _count_changes(self) -> None:
+        """Make the state one that counts its changes, whoever put another one there."""
+        if not isinstance(self.state, StateTable):
+            self.state = StateTable(self.state)
 
     def _init_runtime(self) -> None:
         self._records: dict[Tensor, ParameterRecord] = {}
@@ -262,6 +269,7 @@ class FlashOptimizer(MasterWeights, GradientScaling):
         super().__setstate__(state)
         if not hasattr(self, "_records"):  # unpickled or deep-copied
             self._init_runtime()
+        self._count_changes()
         self._stepper.forget()  # the state is another one
 
     def __getstate__(self) -> dict[str, Any]:
@@ -299,6 +307,7 @@ class FlashOptimizer(MasterWeights, GradientScaling):
 
         A subset's skipped steps are not counted; the caller counts the step that they are part of.
         """
+        self._count_changes()
         stepped = self._stepper.step_as_before(inputs, subset)
         if stepped is None or self._make_missing_states(subset):
             return

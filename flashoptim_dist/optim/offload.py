@@ -20,7 +20,7 @@ from flashoptim_dist.optim.fused import Plan
 from flashoptim_dist.optim.rules import Hyperparameters
 from flashoptim_dist.optim.scaling import GradientInputs
 from flashoptim_dist.optim.state import bytes_per_entry
-from flashoptim_dist.optim.watch import StateWatch
+from flashoptim_dist.optim.watch import MemoryWatch
 from flashoptim_dist.sharding import local_tensor
 
 if TYPE_CHECKING:
@@ -125,11 +125,7 @@ class StagedPlan(Plan):
                     self._pairs.append((host, state[name]))
             staged.append(replace(task, state=state))
         super().__init__(staged, skipped, counts_skips)
-        self._host_watch = StateWatch(tasks)
-
-    def is_current(self, hyperparameters: Sequence[Hyperparameters]) -> bool:
-        """See :class:`Plan`; also false where a state was replaced in host memory."""
-        return self._host_watch.holds() and super().is_current(hyperparameters)
+        self._memory = MemoryWatch(tasks)  # of the host's states, not of the buffer
 
     def run(self, hyperparameters: Sequence[Hyperparameters], inputs: GradientInputs) -> None:
         """Copy the states in, launch the step on the current stream, and copy them out; nothing waits on the host."""

@@ -1,14 +1,16 @@
-"""Noticing that state tensors were replaced between two steps, at a cost the host can afford in every step.
+"""Noticing that state was replaced between two steps, at a cost the host can afford in every step.
 
 A plan holds addresses of state tensors. Whoever moves the state to the CPU between steps and back, or puts new tensors
-into it, leaves them dangling. References would notice, but keep the memory that such callers want to free.
+into it, leaves them dangling. References would notice, but keep the memory that such callers want to free; looking at
+every tensor takes longer than all else that a step does. So the dicts count their changes.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Sequence
-from itertools import chain
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -20,35 +22,165 @@ if TYPE_CHECKING:
     from flashoptim_dist.optim.backends import StepTask
 
 
-class StateWatch:
-    """The state tensors of some parameters, as objects: none may be gone, and those in the dicts must be the same.
+class _Changes:
+    """A count that the dicts of one optimizer share."""
 
-    An object that lives has its id for itself, so equal ids and no death mean the same objects. Memory that is replaced
-    under a plain tensor (``tensor.data = ...``) is noticed by the address of each parameter's last entry.
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class ParameterState(dict[str, Any]):
+    """The state of one parameter: a dict whose changes are counted. Copies are plain dicts, pickles are
+    OrderedDicts."""
+
+    __slots__ = ("_changes",)
+
+    def __init__(self, entries: Mapping[str, Any], changes: _Changes) -> None:
+        super().__init__(entries)
+        self._changes = changes
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._changes.count += 1
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._changes.count += 1
+        super().__delitem__(name)
+
+    def __ior__(self, other: Any) -> ParameterState:  # type: ignore[override,misc]
+        self._changes.count += 1
+        super().update(other)
+        return self
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """See dict."""
+        self._changes.count += 1
+        super().update(*args, **kwargs)
+
+    def setdefault(self, *args: Any) -> Any:
+        """See dict."""
+        self._changes.count += 1
+        return super().setdefault(*args)
+
+    def pop(self, *args: Any) -> Any:
+        """See dict."""
+        self._changes.count += 1
+        return super().pop(*args)
+
+    def popitem(self) -> tuple[str, Any]:
+        """See dict."""
+        self._changes.count += 1
+        return super().popitem()
+
+    def clear(self) -> None:
+        """See dict."""
+        self._changes.count += 1
+        super().clear()
+
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # torch.load(weights_only=True) takes an OrderedDict, but no call of dict.
+        return OrderedDict, (), None, None, iter(self.items())
+
+
+class StateTable(defaultdict[Any, Any]):
+    """``optimizer.state``: the states of all parameters, whose changes are counted, in it and in its dicts.
+
+    Dicts put into it are copied to :class:`ParameterState`. Copies and pickles are plain ones.
+    """
+
+    def __init__(self, states: Mapping[Any, Any]) -> None:
+        super().__init__(dict)
+        self._changes = _Changes()
+        self.update(states)
+
+    @property
+    def changes(self) -> int:
+        """How often something was put in or taken out so far."""
+        return self._changes.count
+
+    def __missing__(self, key: Any) -> Any:
+        self[key] = {}
+        return self[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._changes.count += 1
+        # A torch optimizer may keep other things beside parameters' states; those are left as they are.
+        counted = isinstance(value, ParameterState) and value._changes is self._changes
+        is_state = isinstance(value, dict) and isinstance(key, Tensor)
+        super().__setitem__(key, ParameterState(value, self._changes) if is_state and not counted else value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._changes.count += 1
+        super().__delitem__(key)
+
+    def __ior__(self, other: Any) -> StateTable:  # type: ignore[misc]
+        self.update(other)
+        return self
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """See dict."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """See dict."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, *args: Any) -> Any:
+        """See dict."""
+        self._changes.count += 1
+        return super().pop(*args)
+
+    def popitem(self) -> tuple[Any, Any]:
+        """See dict."""
+        self._changes.count += 1
+        return super().popitem()
+
+    def clear(self) -> None:
+        """See dict."""
+        self._changes.count += 1
+        super().clear()
+
+    def copy(self) -> defaultdict[Any, Any]:  # type: ignore[override]
+        """Return a plain defaultdict of the same states."""
+        return defaultdict(dict, self)
+
+    __copy__ = copy  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict, dict(self))
+
+
+class MemoryWatch:
+    """Memory replaced under state tensors that stay (``tensor.data = ...``), noticed by the address of each parameter's
+    last plain entry. DTensors are replaced as objects.
     """
 
     def __init__(self, tasks: Sequence[StepTask]) -> None:
-        self._states: list[dict[str, Any]] = [task.state for task in tasks]
-        gone: list[bool] = []
-        self._gone = gone
-        tensors = [value for state in self._states for value in state.values() if isinstance(value, Tensor)]
-        self._guards = [weakref.ref(tensor, lambda _: gone.append(True)) for tensor in tensors]
-        self._ids = self._current_ids()
-        lasts = [[value for value in state.values() if isinstance(value, Tensor)][-1] for state in self._states]
-        self._plain = [number for number, value in enumerate(lasts) if not isinstance(value, DTensor)]
-        self._names = [list(state)[-1] for state in self._states]
-        self._addresses = self._current_addresses()
-
-    def _current_ids(self) -> list[int]:
-        return list(map(id, chain.from_iterable(map(dict.values, self._states))))
-
-    def _current_addresses(self) -> list[int]:
-        states, names = self._states, self._names
-        return [states[number][names[number]].data_ptr() for number in self._plain]
+        lasts = [[value for value in task.state.values() if isinstance(value, Tensor)][-1] for task in tasks]
+        plain = [value for value in lasts if not isinstance(value, DTensor)]
+        self._tensors = [weakref.ref(value) for value in plain]  # which the caller may want to free
+        self._addresses = [value.data_ptr() for value in plain]
 
     def holds(self) -> bool:
-        """Return whether all state tensors are where they were."""
-        return not self._gone and self._current_ids() == self._ids and self._current_addresses() == self._addresses
+        """Return whether the memory is where it was."""
+        if not self._tensors:
+            return True
+        tensors: list[Any] = [tensor() for tensor in self._tensors]
+        try:
+            return list(map(Tensor.data_ptr, tensors)) == self._addresses
+        except TypeError:  # a tensor is gone
+            return False
 
 
 def check_state(task: StepTask) -> None:

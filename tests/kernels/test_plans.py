@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from tests.numbers import assert_same_bits
 
 SHAPES = [(2, 32), (3,)]
 Event = Callable[[FlashOptimizer, list[nn.Parameter]], None]
+HELD: list[Any] = []
+"""What somebody still refers to."""
 
 
 def nothing(optimizer: FlashOptimizer, parameters: list[nn.Parameter]) -> None:
@@ -71,6 +74,27 @@ def replace_state_tensors(optimizer: FlashOptimizer, parameters: list[nn.Paramet
         for name in entry:
             entry[name] = entry[name].clone()
     spoil_freed_memory(optimizer)
+
+
+def replace_states(optimizer: FlashOptimizer, parameters: list[nn.Parameter]) -> None:
+    """The dicts themselves, while the old ones are still held by somebody."""
+    HELD.append(dict(optimizer.state))
+    for parameter in parameters:
+        if parameter in optimizer.state:
+            optimizer.state[parameter] = {name: value.clone() for name, value in optimizer.state[parameter].items()}
+
+
+def replace_the_state(optimizer: FlashOptimizer, parameters: list[nn.Parameter]) -> None:
+    """By a plain mapping, as torch's Optimizer keeps it."""
+    HELD.append(optimizer.state)
+    optimizer.state = defaultdict(dict, {p: {n: v.clone() for n, v in s.items()} for p, s in optimizer.state.items()})
+
+
+def update_held_states(optimizer: FlashOptimizer, parameters: list[nn.Parameter]) -> None:
+    """One entry of each, by dict.update, while the old tensors live on."""
+    for state in optimizer.state.values():
+        HELD.append(dict(state))
+        state.update(exp_avg=state["exp_avg"].clone())
 
 
 def replace_state_data(optimizer: FlashOptimizer, parameters: list[nn.Parameter]) -> None:
@@ -143,8 +167,9 @@ EVENTS: list[tuple[type[FlashOptimizer], dict[str, Any], Event]] = [
         (fod.FlashAdamW, {}, event)
         for event in (
             nothing, move_gradients, misalign_gradients, drop_a_gradient, drop_all_gradients, change_gradient_dtype,
-            change_gradient_strides, reload_state, replace_state_tensors, replace_state_data, overwrite_weights,
-            replace_weight_data, change_learning_rate, learning_rate_tensor, change_betas, add_a_group, unfreeze,
+            change_gradient_strides, reload_state, replace_state_tensors, replace_states, replace_the_state,
+            update_held_states, replace_state_data, overwrite_weights, replace_weight_data, change_learning_rate,
+            learning_rate_tensor, change_betas, add_a_group, unfreeze,
         )
     ),
     (fod.FlashAdam, {"weight_decay": 0.0}, change_decay),
@@ -155,8 +180,9 @@ EVENTS: list[tuple[type[FlashOptimizer], dict[str, Any], Event]] = [
 
 
 FAST = (
-    nothing, move_gradients, misalign_gradients, drop_a_gradient, reload_state, replace_state_tensors,
-    overwrite_weights, change_learning_rate, add_a_group, unfreeze, switch_momentum_on,
+    nothing, move_gradients, misalign_gradients, drop_a_gradient, reload_state, replace_state_tensors, replace_states,
+    replace_the_state, update_held_states, overwrite_weights, change_learning_rate, add_a_group, unfreeze,
+    switch_momentum_on,
 )  # fmt: skip
 
 
