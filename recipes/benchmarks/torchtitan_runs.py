@@ -16,6 +16,7 @@ import contextlib
 import importlib.metadata
 import json
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -38,7 +39,7 @@ WORKER = Path(__file__).resolve().parent / "torchtitan_support" / "worker.py"
 NAME = "torchtitan_runs"
 GRACE_SECONDS = 15
 """How long after the time limit running cases may go on."""
-TAIL = 40
+TAIL = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +61,8 @@ class Options:
     sequence_length: int = 2048
     """Tokens of a sequence."""
     checkpointing: str = "full"
-    """Activation checkpointing: none, selective or full."""
-    concurrent: int = 2
+    """Activation checkpointing of the large model: none, selective or full."""
+    concurrent: int = 4
     """Jobs of the debug model that run at once; with 1, their tokens/s are reported too."""
     limit_seconds: float = 3600.0
     """Start nothing after this many seconds, and stop what still runs shortly after."""
@@ -152,17 +153,21 @@ class Running:
         return [case for case in self.job.cases if case not in self.seen]
 
     def told(self) -> list[str]:
-        """The lines of the log."""
-        return self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        """The lines of the log, but for torchrun's own words on ranks that failed."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        ends = [
+            number for number, line in enumerate(lines) if "torch/distributed/elastic/multiprocessing/api.py" in line
+        ]
+        return lines[: ends[0]] if ends else lines
 
 
 def reason_of(running: Running) -> str:
-    """What ended a job before its time, in a line: the innermost exception that its log names."""
+    """What ended a job before its time, in a line: the first exception that its log names."""
     if running.stopped:
         return running.stopped
-    lines = [line.strip() for line in running.told()]
-    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line] or lines or ["no message"]
-    return f"exit code {running.process.returncode}: {errors[0][-300:]}"
+    lines = running.told()
+    errors = [line for line in lines if re.match(r"(\[rank\d+\]:\s*)?[\w.]*(Error|Exception)\b", line)]
+    return f"exit code {running.process.returncode}: {(errors or lines or ['no message'])[0][:300]}"
 
 
 def finish(running: Running, results: Results) -> Job | None:

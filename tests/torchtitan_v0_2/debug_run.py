@@ -67,7 +67,7 @@ def _small(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def _cpu_shims() -> Iterator[None]:
+def cpu_shims() -> Iterator[None]:
     """Supply what training needs, for a while; torchtitan switches Python's garbage collection off, too."""
     barrier = dist.barrier
 
@@ -105,7 +105,7 @@ def run(folder: str, *arguments: str, train: bool = True) -> Run:
         f"--job.dump_folder {folder} --lr_scheduler.warmup_steps 2 --lr_scheduler.total_steps 20 --debug.seed 1 "
         "--checkpoint.enable --checkpoint.no-last-save-model-only --activation_checkpoint.mode none"
     ).split()
-    with _cpu_shims():
+    with cpu_shims():
         trainer = Trainer(ConfigManager().parse_args([*common, *arguments]))
         try:
             for part in trainer.model_parts:

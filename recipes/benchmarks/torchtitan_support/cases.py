@@ -50,6 +50,7 @@ class Settings:
     """Sequences per process and step under FSDP; tensor parallelism gives all of a step's to each process."""
     sequence_length: int
     checkpointing: str
+    """Of activations, of the large model."""
     corpus: Path
     """What corpus.write_corpus has written."""
     folder: Path
@@ -96,7 +97,7 @@ def torchtitan_arguments(case: Case, settings: Settings) -> list[str]:
         "training.dataset_path": settings.corpus,
         "training.dtype": "bfloat16" if case.optimizer == "flash_adamw" else "float32",
         "parallelism.tensor_parallel_degree": settings.processes if tensor_parallel else 1,
-        "activation_checkpoint.mode": settings.checkpointing,
+        "activation_checkpoint.mode": settings.checkpointing if case.model == "1b" else "none",
         "debug.seed": case.seed,
         "metrics.log_freq": 1,
         "comm.init_timeout_seconds": 120,
