@@ -127,6 +127,10 @@ def test_noise_and_difference() -> None:
     assert found["largest_pair"] == pytest.approx(0.3)
     assert found["curve_noise"] == pytest.approx(0.5 * 10 / 15)
     assert found["curve_difference"] == pytest.approx((5 * 1.0 + 10 * 0.1) / 15)
+    fewer = report.compare([*adamw, flash[1]], "1b", "tp")  # a seed of AdamW alone counts for the noise
+    assert fewer is not None
+    assert (fewer["seeds"], fewer["noise"]) == (1, pytest.approx(0.5))
+    assert fewer["difference"] == pytest.approx(-0.1)
     assert report.compare(adamw, "1b", "tp") is None
     assert report.compare([*adamw, *flash], "1b", "fsdp") is None
 

@@ -38,28 +38,34 @@ def finished(rows: Iterable[Row], model: str, parallelism: str, optimizer: str) 
 
 
 def compare(rows: list[Row], model: str, parallelism: str) -> dict[str, float] | None:
-    """The noise and the difference, or None where an optimizer has no run.
+    """The noise and the difference, or None where the optimizers have no seed in common.
 
-    Noise: largest minus smallest final loss of AdamW's seeds. Difference: mean final loss of FlashAdamW's runs minus
-    AdamW's. At one seed both see the same text, so the largest difference of such a pair is there too. Of the curves:
-    the mean over the steps of the difference of the means, and of AdamW's largest minus smallest loss.
+    Noise: largest minus smallest final loss of all of AdamW's seeds. Difference: over the seeds of both, mean final loss
+    of FlashAdamW's runs minus AdamW's. At one seed both see the same text, so the largest difference of such a pair is
+    there too. Of the curves: the mean over the steps of the difference of the means (absolute), and of AdamW's largest
+    minus smallest loss.
     """
-    adamw, flash = (finished(rows, model, parallelism, optimizer) for optimizer in OPTIMIZERS)
-    if not adamw or not flash:
+    adamw, flash = (
+        {int(row["seed"]): row for row in finished(rows, model, parallelism, optimizer)} for optimizer in OPTIMIZERS
+    )
+    seeds = sorted(set(adamw) & set(flash))
+    if not seeds:
         return None
-    ours = {row["seed"]: final_loss(row) for row in flash}
-    theirs = {row["seed"]: final_loss(row) for row in adamw}
-    curves = [list(zip(*(row["losses"] for row in group))) for group in (adamw, flash)]
-    both = list(zip(*curves))
+    theirs, ours = ({seed: final_loss(row) for seed, row in runs.items()} for runs in (adamw, flash))
+    means = [statistics.mean(final[seed] for seed in seeds) for final in (theirs, ours)]
+    curves = [
+        [statistics.mean(step) for step in zip(*(runs[seed]["losses"] for seed in seeds))] for runs in (adamw, flash)
+    ]
+    spreads = [max(step) - min(step) for step in zip(*(row["losses"] for row in adamw.values()))]
     return {
-        "seeds": min(len(adamw), len(flash)),
-        "adamw": statistics.mean(theirs.values()),
-        "flash_adamw": statistics.mean(ours.values()),
+        "seeds": len(seeds),
+        "adamw": means[0],
+        "flash_adamw": means[1],
         "noise": max(theirs.values()) - min(theirs.values()),
-        "difference": statistics.mean(ours.values()) - statistics.mean(theirs.values()),
-        "largest_pair": max((abs(ours[seed] - theirs[seed]) for seed in ours if seed in theirs), default=float("nan")),
-        "curve_noise": statistics.mean(max(losses) - min(losses) for losses in curves[0]),
-        "curve_difference": statistics.mean(abs(statistics.mean(b) - statistics.mean(a)) for a, b in both),
+        "difference": means[1] - means[0],
+        "largest_pair": max(abs(ours[seed] - theirs[seed]) for seed in seeds),
+        "curve_noise": statistics.mean(spreads),
+        "curve_difference": statistics.mean(abs(b - a) for a, b in zip(*curves)),
     }
 
 
