@@ -40,10 +40,10 @@ def finished(rows: Iterable[Row], model: str, parallelism: str, optimizer: str) 
 def compare(rows: list[Row], model: str, parallelism: str) -> dict[str, float] | None:
     """The noise and the difference, or None where the optimizers have no seed in common.
 
-    Noise: largest minus smallest final loss of all of AdamW's seeds. Difference: over the seeds of both, mean final loss
-    of FlashAdamW's runs minus AdamW's. At one seed both see the same text, so the largest difference of such a pair is
-    there too. Of the curves: the mean over the steps of the difference of the means (absolute), and of AdamW's largest
-    minus smallest loss.
+    Noise: largest minus smallest final loss of all of AdamW's seeds. Difference: over the seeds of both, mean final
+    loss of FlashAdamW's runs minus AdamW's. At one seed both see the same text, so the largest difference of such a
+    pair is there too. Of the curves: the mean over the steps of the difference of the means (absolute), and of AdamW's
+    largest minus smallest loss.
     """
     adamw, flash = (
         {int(row["seed"]): row for row in finished(rows, model, parallelism, optimizer)} for optimizer in OPTIMIZERS
