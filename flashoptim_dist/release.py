@@ -236,7 +236,10 @@ class GradientRelease:
         self._stream.join()
 
     def _on_zero_grad(self, optimizer: FlashOptimizer) -> None:
-        if any(unit.optimizers[p] is optimizer for unit in self._units for p in unit.parameters if p in self._stepped):
+        of_optimizer = (
+            unit.optimizers[p] is optimizer for unit in self._units for p in unit.parameters if p in self._stepped
+        )
+        if self._stepped and any(of_optimizer):
             raise RuntimeError(
                 "zero_grad() came between a backward pass, in which gradient release stepped parameters, and "
                 f"step(): {_IN_STEP}"
@@ -245,6 +248,10 @@ class GradientRelease:
 
     def _forget(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin the next update of an optimizer's parameters."""
+        if len(self._optimizers) == 1:
+            self._seen.clear()
+            self._stepped.clear()
+            return
         for unit in self._units:
             for parameter, owner in unit.optimizers.items():
                 if owner is optimizer:

@@ -96,7 +96,8 @@ def test_on_is_off(sharded: bool, world: None) -> None:
 def test_two_units_gradients_at_most(sharded: bool, world: None) -> None:
     """Without release all gradients are alive at the end of the backward; with it two units', and working memory."""
     (_, with_release), (_, without) = _train(sharded, True), _train(sharded, False)
-    assert without >= LAYERS * UNIT_BYTES
+    # While gradients come, the layers' activations go: well under one unit's gradients in all.
+    assert without >= (LAYERS - 1) * UNIT_BYTES
     # FSDP2 holds the unsharded weights of two units and the reduction's input of up to two beside the gradients.
     working = 6 * UNIT_BYTES if sharded else UNIT_BYTES
     assert with_release <= 2 * UNIT_BYTES + working
