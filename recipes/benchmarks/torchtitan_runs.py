@@ -269,3 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run(jobs, settings, options, results)
     draw(results.rows, options.output)
     return 1 if any("failed" in row for row in results.rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
