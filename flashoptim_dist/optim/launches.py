@@ -57,14 +57,12 @@ def compiled_options(hyper: Hyperparameters) -> tuple[Any, ...]:
     return type(hyper), hyper.l2 != 0.0
 
 
-def tuning(options: KernelOptions, elements: int) -> Tuning:
-    """Return the launch sizes of a kernel for a bucket of so many elements; measured, see docs/performance.md."""
+def tuning(elements: int) -> Tuning:
+    """Return the launch sizes for a bucket of so many elements; measured, see docs/performance.md."""
     if INTERPRETED:
         return Tuning(block=256, warps=1, blocks_per_task=4)
     if elements < _SMALL_BUCKET:
         return Tuning(block=512, warps=2, blocks_per_task=1)
-    if dict(options)["STOCHASTIC"]:
-        return Tuning(block=512, warps=1, blocks_per_task=4)
     return Tuning(block=512, warps=2, blocks_per_task=4)
 
 
