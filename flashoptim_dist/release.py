@@ -107,6 +107,7 @@ class GradientRelease:
         self._parts, self._optimizers, self._units = list(parts), list(optimizers), list(units)
         self._clipping, self._accumulation_steps = clipping, accumulation_steps
         self._stream = ReleaseStream(parts)
+        self._parameters = sum(len(unit.parameters) for unit in units)
         self._pending: Unit | None = None
         self._collected: list[Tensor] = []
         self._seen: dict[Tensor, int] = {}
@@ -219,7 +220,8 @@ class GradientRelease:
             )
         self._flush()
         fresh = not optimizer.state and all(float(group["lr"]) == 0.0 for group in optimizer.param_groups)
-        if not fresh:  # else step() sees to it: it may only be asked for a template of the state
+        # Fresh, step() sees to it: it may only be asked for a template of the state. Mostly nothing is left.
+        if not fresh and len(self._stepped) < self._parameters:
             for unit in self._units:
                 left = [p for p in unit.parameters if p.grad is not None and unit.optimizers[p] is optimizer]
                 if left:

@@ -188,8 +188,9 @@ class ReleaseStream:
         self._versions = []
 
     def _current_versions(self) -> list[int]:
-        pairs = ((parameter, local_tensor(parameter)) for parameter in self._parameters)
-        return [parameter._version + local._version for parameter, local in pairs]
+        with torch._C.DisableTorchFunctionSubclass():  # which makes attributes of DTensors three times as fast
+            locals_ = map(local_tensor, self._parameters)
+            return [p._version + local._version for p, local in zip(self._parameters, locals_, strict=True)]
 
     def _offloaded(self) -> bool:
         return bool(self._parameters) and local_tensor(self._parameters[0]).device.type == "cpu"

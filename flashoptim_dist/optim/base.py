@@ -309,7 +309,13 @@ class FlashOptimizer(MasterWeights, GradientScaling):
         """
         self._count_changes()
         stepped = self._stepper.step_as_before(inputs, subset)
-        if stepped is None or self._make_missing_states(subset):
+        if stepped is None:
+            return
+        if subset is None and self._has_no_gradient():  # gradient release has stepped all there was
+            if self._update_check is not None:
+                self._update_check.poll()
+            return
+        if self._make_missing_states(subset):
             return
         tasks = self._tasks(stepped, subset)
         on_device = [device for device in tasks if self._update_check is None and takes_kernels(device, self._fused)]
@@ -333,6 +339,10 @@ class FlashOptimizer(MasterWeights, GradientScaling):
             self._skipped_steps += 1
         if self._update_check is not None:
             self._update_check.poll()
+
+    def _has_no_gradient(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return all(parameter.grad is None for group in self.param_groups for parameter in group["params"])
 
     def _make_missing_states(self, subset: Subset | None) -> bool:
         """Create the state that parameters with a gradient lack; say whether this step only asks for that.

@@ -157,6 +157,7 @@ class Plan:
         self._all_plain, self._none_plain = all(self._is_plain), not any(self._is_plain)
         self._plain = [p for p, plain in zip(self.parameters, self._is_plain, strict=True) if plain]
         self._specs = [None if plain else p._spec for p, plain in zip(self.parameters, self._is_plain, strict=True)]  # type: ignore[attr-defined]
+        self._gradient_specs: list[Any] = list(self._specs)  # as objects, those of the last gradients
         self._versions = [parameter._version for parameter in self.parameters]
         self._local_versions = [task.weight._version for task in tasks]
         self._weight_addresses = [task.weight.data_ptr() for task in tasks]
@@ -208,13 +209,14 @@ class Plan:
                     return False
         except (AttributeError, TypeError):  # a gradient is None, or plain where its parameter is a DTensor
             return False
-        if specs is not self._specs and not all(map(operator.is_, specs, self._specs)):
+        if specs is not self._specs and not all(map(operator.is_, specs, self._gradient_specs)):
             for spec, expected in zip(specs, self._specs, strict=True):
                 if spec is None or expected is None:
                     if spec is not expected:
                         return False
                 elif spec.placements != expected.placements:
                     return False
+            self._gradient_specs = specs
         if addresses != self._gradient_addresses:
             self._gradient_addresses = addresses
             moved = np.array(addresses, dtype=np.int64)
