@@ -63,8 +63,9 @@ def export_hf(
 ) -> Converted:
     """Write a checkpoint's weights as a Hugging Face model folder (all ranks must call).
 
-    A weight with a correction is its master weight, in fp32 exactly, in bf16 and fp16 rounded to nearest. Tied weights
-    are written once where the config ties them. Memory is bounded by a fraction of the largest tensor.
+    In the dtype it is trained in, a weight is written as it is, so that logits are the same; in another one it is its
+    master weight (weight and correction), in fp32 exactly, else rounded to nearest. Tied weights are written once where
+    the config ties them. Memory is bounded by a fraction of the largest tensor.
 
     Args:
         checkpoint: anything that ``convert`` reads, with weights under the names that transformers gives them.
@@ -191,7 +192,10 @@ def _exported(state: TrainingState, dtype: torch.dtype, settings: dict[str, Any]
     rule = CastingRule([*state.weights, *state.aliases], ())
     tensors: dict[str, LazyTensor] = {}
     for name, weight in state.weights.items():
-        tensors[name] = _cast(master_weight(state, name), rule.dtype(name, weight.dtype, dtype))
+        wanted = rule.dtype(name, weight.dtype, dtype)
+        # In its own dtype a weight is what the model computes with. Its master, halfway between two weights in one of
+        # 256, would be rounded to the even one, and logits would differ.
+        tensors[name] = weight if wanted == weight.dtype else _cast(master_weight(state, name), wanted)
     tied = settings is None or bool(settings.get("tie_word_embeddings"))
     if not tied:
         tensors |= {alias: tensors[name] for alias, name in state.aliases.items()}

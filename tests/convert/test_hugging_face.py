@@ -109,11 +109,15 @@ def test_a_trained_model_is_exported_as_its_master_weights(tmp_path: Path, tied:
         expected = exact(input_ids=_tokens()).logits
     assert torch.equal(_logits(tmp_path / "fp32", dtype=torch.float32), expected)
     assert torch.equal(_logits(tmp_path / "fp32"), expected)  # config.json says fp32
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+    trained = {key: value.detach() for key, value in model.named_parameters()}
+    rounded = {key: value.half() for key, value in masters.items()}
+    for name, dtype, expected_weights in (("bf16", torch.bfloat16, trained), ("fp16", torch.float16, rounded)):
         export_hf(saved, tmp_path / name, dtype=dtype, config=tmp_path / "hf")
         weights = load_file(tmp_path / name / "model.safetensors")
-        assert all(torch.equal(weight, masters[key].to(dtype)) for key, weight in weights.items())
+        assert all(torch.equal(weight, expected_weights[key]) for key, weight in weights.items())
         assert AutoModelForCausalLM.from_pretrained(tmp_path / name).dtype == dtype
+    with torch.no_grad():
+        assert torch.equal(_logits(tmp_path / "bf16", dtype=torch.bfloat16), model.eval()(input_ids=_tokens()).logits)
 
 
 def test_the_low_bits_of_fp32_weights_are_in_the_corrections(tmp_path: Path) -> None:
