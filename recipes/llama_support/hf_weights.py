@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,19 +14,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from flashoptim_dist.checkpoint import CheckpointError
 from flashoptim_dist.convert import safetensors_folder
-from flashoptim_dist.convert.safetensors_folder import INDEX_NAME, StoredTensor
+from flashoptim_dist.convert.safetensors_folder import DTYPES, INDEX_NAME, StoredTensor
 from flashoptim_dist.formats import canonical_name
 
 from .errors import BadInput
 
 _DTYPES = {"F64", "F32", "F16", "BF16"}
+_COMPUTED = "rotary_emb.inv_freq"  # which early Llama folders store, and every model computes
 
 
 def check_weights(folder: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
     """Check, from the headers alone, that the folder's safetensors files hold `expected` (name to global shape).
 
     Raises BadInput that names the file or tensor: no safetensors, one missing or cut short, a tensor missing, of
-    another shape, of a quantized type, or in two files.
+    another shape, of a quantized type, or in two files, or one of the Llama that `expected` has no place for.
     """
     stored: dict[str, StoredTensor] = {}
     for path in _weight_files(folder):
@@ -48,14 +50,34 @@ def check_weights(folder: Path, expected: Mapping[str, tuple[int, ...]]) -> None
                 f"tensor {name} in {stored[name].file} is stored as {stored[name].dtype}; give a model with"
                 " unquantized weights (bf16, fp16 or fp32)"
             )
+    # Layers or biases that config.json forgets would be dropped in silence, and another model trained.
+    for name, tensor in stored.items():
+        if name.startswith("model.") and name not in expected and not name.endswith(_COMPUTED):
+            raise BadInput(
+                f"tensor {name} in {tensor.file} has no place in the model of config.json; weights and config.json are"
+                " of different models"
+            )
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors that a safetensors file announces. BadInput where the file is unreadable or cut short."""
+    """The tensors that a safetensors file announces. BadInput where the file is unreadable, cut short or too long."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise BadInput(f"{path} is not a file; download the model again")
     try:
-        return safetensors_folder.read_header(path)
+        stored = safetensors_folder.read_header(path)
     except CheckpointError as error:
         raise BadInput(str(error)) from error
+    ends = [
+        tensor.offset + math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
+        for tensor in stored.values()
+        if tensor.dtype in DTYPES
+    ]
+    if len(ends) == len(stored) and ends and path.stat().st_size > max(ends):
+        raise BadInput(
+            f"{path} holds {path.stat().st_size} bytes, and its header tells of {max(ends)}; the file is damaged;"
+            " download it again"
+        )
+    return stored
 
 
 def read_into_shards(folder: Path, parameters: dict[str, Tensor]) -> None:
@@ -87,11 +109,11 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            missing = [name for name in named if not (folder / name).is_file()]
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise BadInput(f"{index} is no index of safetensors files; download it again") from error
-        for name in named:
-            if not (folder / name).is_file():
-                raise BadInput(f"{index} names {name}, which is not there; download the model again")
+        if missing:
+            raise BadInput(f"{index} names {missing[0]}, which is not there; download the model again")
     if not files:
         other = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3])
         raise BadInput(

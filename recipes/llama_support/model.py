@@ -59,11 +59,11 @@ def read_llama_config(folder: Path, sequence_length: int) -> LlamaConfig:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(f"model {folder} has no readable config.json; give a Hugging Face model folder") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not JSON ({error}); download it again") from error
     kind = values.get("model_type") if isinstance(values, dict) else None
     architectures = (values.get("architectures") if isinstance(values, dict) else None) or ["LlamaForCausalLM"]
-    if kind != "llama" or "LlamaForCausalLM" not in architectures:
+    if kind != "llama" or not isinstance(architectures, list | str) or "LlamaForCausalLM" not in architectures:
         raise BadInput(
             f"model {folder} is not a Llama (model_type {kind}, architectures {architectures}); this recipe trains"
             " LlamaForCausalLM"
@@ -74,6 +74,12 @@ def read_llama_config(folder: Path, sequence_length: int) -> LlamaConfig:
         config = LlamaConfig(**values)
     except Exception as error:
         raise BadInput(f"transformers does not accept {path}: {error}") from error
+    heads, shared = config.num_attention_heads, config.num_key_value_heads
+    if shared < 1 or heads % shared:
+        raise BadInput(
+            f"{path} has num_attention_heads {heads} and num_key_value_heads {shared}, which does not divide it;"
+            " download it again"
+        )
     if sequence_length > config.max_position_embeddings:
         raise BadInput(
             f"--sequence-length {sequence_length} is more than the {config.max_position_embeddings} positions of model"
@@ -99,10 +105,17 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def check_model(folder: Path, llama_config: LlamaConfig) -> None:
-    """Raise BadInput where the weights of a model folder are not whole, or not of its config. No collective."""
+    """Raise BadInput where the config makes no model, or the weights are not whole or of another. No collective."""
     if has_weights(folder):
-        with torch.device("meta"):
-            expected = stored_parameters(LlamaWithLoss(llama_config), llama_config.tie_word_embeddings)
+        try:
+            with torch.device("meta"):
+                model = LlamaWithLoss(llama_config)
+        except Exception as error:  # of any type: a rope_type or hidden_act that transformers lacks is a KeyError
+            raise BadInput(
+                f"transformers cannot build the model of {folder / 'config.json'} ({type(error).__name__}: {error});"
+                " download it again, or correct the value"
+            ) from error
+        expected = stored_parameters(model, llama_config.tie_word_embeddings)
         check_weights(folder, {name: tuple(tensor.shape) for name, tensor in expected.items()})
 
 

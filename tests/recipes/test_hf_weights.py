@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from llama_support.errors import BadInput
 from llama_support.hf_weights import INDEX_NAME, check_weights, read_header
 from llama_support.model import DEBUG_MODEL, build_model, check_model, load_tokenizer, read_llama_config
 from llama_support.world import World
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -185,6 +187,9 @@ def test_a_tensor_in_two_files_is_named(tmp_path: Path) -> None:
         ({"architectures": ["LlamaForSequenceClassification"]}, "is not a Llama"),
         ({"quantization_config": {"quant_method": "fp8"}}, "is quantized"),
         ({"max_position_embeddings": 64}, "--sequence-length 96 is more than the 64 positions"),
+        ({"architectures": 3}, "is not a Llama"),
+        ({"num_key_value_heads": 4}, "num_attention_heads 6 and num_key_value_heads 4, which does not divide it"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads 0"),
     ],
 )
 def test_a_config_that_cannot_be_trained(tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -195,10 +200,77 @@ def test_a_config_that_cannot_be_trained(tmp_path: Path, change: dict[str, objec
         read_llama_config(folder, 96)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "KeyError: 'spiral'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "many"}}, "TypeError"),
+        ({"hidden_act": "sillu"}, "KeyError: 'sillu'"),
+        ({"vocab_size": -1}, "RuntimeError"),
+        ({"pad_token_id": 102}, "Padding_idx must be within"),
+    ],
+    ids=["rope_type", "rope_theta", "hidden_act", "vocab_size", "pad_token_id"],
+)
+def test_a_config_that_makes_no_model(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    folder = _write_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(BadInput, match=rf"cannot build the model of .*config\.json .*{message}"):
+        _check(folder)
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 2}, {"num_hidden_layers": 0}, {"attention_bias": False}])
+def test_a_tensor_that_the_config_forgets_is_named(tmp_path: Path, changes: dict[str, object]) -> None:
+    folder = _write_model(tmp_path / "model", attention_bias=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(BadInput, match=r"tensor model\.layers\.\S+ in .* has no place in the model of config\.json"):
+        _check(folder)
+
+
+def test_tensors_beside_the_llama_do_not_matter(tmp_path: Path) -> None:
+    folder = _write_model(tmp_path / "model", tie_word_embeddings=True)
+    beside = {
+        "lm_head.weight": torch.zeros(102, 48),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
+        "value_head.weight": torch.zeros(3),
+    }
+    save_file(beside, folder / "beside.safetensors")
+    _check(folder)
+
+
+def test_a_file_with_bytes_behind_its_tensors_is_named(tmp_path: Path) -> None:
+    folder = _write_model(tmp_path / "model")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes() + b"x")
+    with pytest.raises(BadInput, match=r"model\.safetensors holds \d+ bytes, and its header tells of \d+"):
+        _check(folder)
+
+
+def test_a_pipe_in_place_of_weights_is_not_waited_for(tmp_path: Path) -> None:
+    folder = _write_model(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(BadInput, match=r"model\.safetensors is not a file"):
+        _check(folder)
+
+
+@pytest.mark.parametrize("name", [None, 3, ["a"]])
+def test_an_index_of_other_things_than_names(tmp_path: Path, name: object) -> None:
+    folder = _write_model(tmp_path / "model", shard_size="20KB")
+    index = json.loads((folder / INDEX_NAME).read_text())
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": dict.fromkeys(index["weight_map"], name)}))
+    with pytest.raises(BadInput, match="is no index of safetensors files"):
+        _check(folder)
+
+
 def test_a_folder_without_config(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"no readable config\.json"):
         read_llama_config(tmp_path, 96)
     (tmp_path / "config.json").write_text("{")
+    with pytest.raises(BadInput, match="is not JSON"):
+        read_llama_config(tmp_path, 96)
+    (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(BadInput, match="is not JSON"):
         read_llama_config(tmp_path, 96)
 
@@ -216,4 +288,4 @@ def test_a_header_says_shapes_and_dtypes(tmp_path: Path) -> None:
     header = read_header(folder / "model.safetensors")
     norm = header["model.norm.weight"]
     assert (norm.shape, norm.dtype) == ((48,), "F16")
-    check_weights(folder, {"model.norm.weight": (48,)})
+    check_weights(folder, {name: tensor.shape for name, tensor in header.items()})
