@@ -19,6 +19,9 @@ import yaml
 from .errors import BadInput
 from .shards import pattern_root
 
+_SEEDS = 2**43
+"""Each epoch has a seed of its own, a million times this one and more, and torch takes 64 bits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -128,6 +131,9 @@ class Config:
             *("skips_in_a_row", "data_workers"),
         ):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or a positive number")
+        _require(self.seed < _SEEDS, "seed", self.seed, f"less than {_SEEDS}")
+        for name in ("model", "data"):
+            _require(getattr(self, name) != "", name, "empty", "a name or a path")
         for name, value in (
             *(("lr", self.peak_lr), ("eps", self.eps), ("weight_decay", self.weight_decay)),
             ("clip_norm", self.clip_norm),
@@ -165,7 +171,7 @@ def read_config_file(name: str) -> Config:
         raise BadInput(
             f"cannot read the config {name} ({error.strerror or error}); give a YAML file, or one of {known}"
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise BadInput(f"config {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise BadInput(f"config {path} holds no options; write lines such as 'lr: 1.0e-5'")

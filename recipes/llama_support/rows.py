@@ -97,7 +97,7 @@ def parse_row(line: bytes, origin: str) -> Row:
     """The row of one line of JSONL. BadInput says what is wrong with it, after `origin`."""
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter: nested too deeply for Python's parser
         raise BadInput(f"{origin}: not JSON ({error}); each line must be one JSON object in UTF-8") from error
     if not isinstance(value, dict):
         raise BadInput(f"{origin}: a JSON {type(value).__name__}, not an object with messages, prompt or text")

@@ -46,6 +46,9 @@ def test_a_real_model_is_not_trained_at_the_debug_models_rate() -> None:
         ("--validation-fraction", "0"),
         ("--resume", "newest"),
         ("--save-every", "-2"),
+        ("--seed", str(2**43)),
+        ("--model", ""),
+        ("--data", ""),
     ],
 )
 def test_a_value_no_run_can_have_is_named(option: str, value: str) -> None:

@@ -50,6 +50,7 @@ def test_the_three_forms_of_a_row(tmp_path: Path) -> None:
         ('{"messages": [{"role": "user"}]}', r'messages\[0\]: "content" is missing'),
         ('{"messages": [{"role": "user", "content": "hi"}]}', 'no turn with the role "assistant"'),
         ('{"text": "\\ud800"}', "surrogate"),
+        ('{"text": ' + "[" * 100_000, "not JSON"),
     ],
 )
 def test_a_bad_row_names_file_and_line(tmp_path: Path, line: str, message: str) -> None:
