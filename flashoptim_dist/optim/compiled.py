@@ -1,6 +1,6 @@
 """The step of a block on CPU through torch.compile, where that pays: the definition's bits at the speed of memory.
 
-The kernels are in ``inductor``. They are compiled once per kind of block (dtypes, rule, rounding) for every length, and
+The kernel is in ``inductor``. It is compiled once per kind of block (dtypes, rule, rounding) for every length, and
 no number that changes between steps compiles them again.
 """
 
@@ -23,17 +23,9 @@ from flashoptim_dist.formats import GROUP_SIZE
 from flashoptim_dist.formats.rounding import rotation
 from flashoptim_dist.optim import eager
 from flashoptim_dist.optim.blocks import Block, MomentTensors
-from flashoptim_dist.optim.inductor import (
-    AT_RUN_TIME,
-    StoreKind,
-    UpdateKind,
-    load_variance_kernel,
-    store_kernel,
-    store_variance_kernel,
-    update_kernel,
-)
+from flashoptim_dist.optim.inductor import AT_RUN_TIME, UpdateKind, update_kernel
 from flashoptim_dist.optim.rules import Rule
-from flashoptim_dist.optim.scratch import Scratch, Views
+from flashoptim_dist.optim.scratch import Scratch
 
 Choice = Literal["auto", "compiled", "eager"]
 
@@ -123,33 +115,25 @@ def _warn(error: Exception) -> None:
 # ------------------------------------------------------------------------------------------- a block
 
 
-_Kind = tuple[UpdateKind, StoreKind]
-_tried: set[_Kind] = set()
+_tried: set[UpdateKind] = set()
 
 
-def _kind_of(block: Block, rule: Rule) -> _Kind:
-    signed, one_thread = tuple(moment.signed for moment in block.moments), torch.get_num_threads() == 1
-    update = UpdateKind(
-        rule=rule,
-        scalars=_template(block.scalars),
-        signed=signed,
-        compressed=block.compressed,
-        gradient_dtype=torch.float32 if block.gradient.dtype == torch.float16 else block.gradient.dtype,
-        scales_gradient=block.gradient_factor != 1.0,
-        one_thread=one_thread,
-    )
+def _kind_of(block: Block, rule: Rule) -> UpdateKind:
     splits = (
         block.correction is not None and block.correction.dtype == torch.int8 and block.weight.dtype == torch.bfloat16
     )
-    store = StoreKind(
-        momenta=sum(signed) if block.compressed else 0,
-        scaled=block.compressed and not all(signed),
+    return UpdateKind(
+        rule=rule,
+        scalars=_template(block.scalars),
+        signed=tuple(moment.signed for moment in block.moments),
+        compressed=block.compressed,
+        gradient_dtype=torch.float32 if block.gradient.dtype == torch.float16 else block.gradient.dtype,
+        scales_gradient=block.gradient_factor != 1.0,
         stochastic=eager.needs_noise(block),
         splits=splits,
         gives_noise=eager.rounds_weights_stochastically(block) and not splits,
-        one_thread=one_thread,
+        one_thread=torch.get_num_threads() == 1,
     )
-    return update, store
 
 
 @functools.lru_cache(maxsize=64)
@@ -164,70 +148,39 @@ def _template(scalars: Any) -> Any:
     return dataclasses.replace(given, **marks)
 
 
-def _run(block: Block, kind: _Kind, scratch: Scratch) -> None:
-    update, store = kind
+def _run(block: Block, kind: UpdateKind, scratch: Scratch) -> None:
     grouped = (-1, GROUP_SIZE)
     views = scratch.views(block.weight.numel(), len(block.moments))
     gradient = block.gradient
     if gradient.dtype == torch.float16:  # torch.compile does not like it beside bf16
         gradient = views.gradient.copy_(gradient)
-    master = eager.load_master(block, views)
-    coded = [moment for moment in block.moments if moment.signed or not block.compressed]
-    values = [moment.values.view(grouped) for moment in coded]
-    scales = [moment.scale.view(-1, 1) for moment in coded if moment.scale is not None]
-    new = [value.view(grouped) for value in views.moments] if block.compressed else []
-    variance = _Variance(block, views) if store.scaled else None
-    if variance is not None:
-        load_variance_kernel(store.one_thread)(variance.codes, variance.scale, variance.bits, variance.unit_bits)
+    weight = block.weight if kind.splits else eager.load_master(block, views)
+    correction = block.correction.view(grouped) if kind.splits and block.correction is not None else None
     given = eager.scalar_tensors(block.scalars)
     numbers = [
         getattr(given, field.name)
         for field in dataclasses.fields(given)
-        if getattr(update.scalars, field.name) is AT_RUN_TIME
+        if getattr(kind.scalars, field.name) is AT_RUN_TIME
     ]
-    factor = torch.tensor(block.gradient_factor, dtype=torch.float64, device="cpu")
-    unit, extremes = (None, None) if variance is None else (variance.unit, variance.extremes)
-    update_kernel(update)(
-        master.view(grouped), gradient.view(grouped), factor, values, scales, new, unit, extremes, numbers
-    )
-    if not (store.momenta or store.splits or store.gives_noise):
-        eager.store_master(block, master, None, views)
-        return
     noise, start = None, block.noise_start
-    rotated = torch.tensor(rotation(block.step), dtype=torch.int32, device="cpu")
-    if store.stochastic and start is not None:
+    if kind.stochastic and start is not None:
         if not isinstance(start, Tensor):
             start = (views.group_ramp + start).view(-1, 1)
         noise = (start, views.lanes)
-    inverse = None
-    if variance is not None:
-        store_variance_kernel(store.stochastic, store.one_thread)(
-            noise, rotated, variance.bits, variance.extreme_bits, variance.codes, variance.scale
-        )
-        inverse = new[variance.number]  # what the kernel left there
-    correction = block.correction.view(grouped) if store.splits and block.correction is not None else None
-    bits = master.view(torch.int32).view(grouped) if store.splits else None
-    words = views.words.view(grouped) if store.gives_noise else None
-    momenta = [value for value, moment in zip(new, block.moments, strict=True) if moment.signed] if new else []
-    store_kernel(store)(noise, rotated, momenta, inverse, values if momenta else [], scales, bits, correction, words)
-    if store.splits:
-        block.weight.copy_(master)
-    else:
-        eager.store_master(block, master, views.words if store.gives_noise else None, views)
-
-
-class _Variance:
-    """A block's compressed variance as the kernels take it: codes and patterns, and views of working memory."""
-
-    def __init__(self, block: Block, views: Views) -> None:
-        grouped = (-1, GROUP_SIZE)
-        self.number, moment = next((n, m) for n, m in enumerate(block.moments) if not m.signed)
-        assert moment.scale is not None
-        self.codes, self.scale = moment.values.view(grouped), moment.scale.view(torch.int16).view(-1, 1)
-        self.bits = views.moments[self.number].view(torch.int32).view(grouped)
-        self.unit_bits, self.unit = views.spare.view(grouped), views.spare_float.view(grouped)
-        self.extremes = (views.largest[0].view(-1, 1), views.largest[1].view(-1, 1))
-        self.extreme_bits = (self.extremes[0].view(torch.int32), self.extremes[1].view(torch.int32))
+    update_kernel(kind)(
+        weight.view(grouped),
+        correction,
+        gradient.view(grouped),
+        torch.tensor(block.gradient_factor, dtype=torch.float64, device="cpu"),
+        [moment.values.view(grouped) for moment in block.moments],
+        [moment.scale.view(-1, 1) for moment in block.moments if moment.scale is not None],
+        noise,
+        torch.tensor(rotation(block.step), dtype=torch.int32, device="cpu"),
+        views.words.view(grouped) if kind.gives_noise else None,
+        numbers,
+    )
+    if not kind.splits:
+        eager.store_master(block, weight, views.words if kind.gives_noise else None, views)
 
 
 def _empty_block_like(block: Block) -> Block:

@@ -1,18 +1,19 @@
-"""The kernels of the compiled CPU step, through torch.compile.
+"""The kernel of the compiled CPU step, through torch.compile: one pass from codes to codes.
 
-The *update* decodes and applies the rule, leaving fp32 values in working memory; the *store* encodes the momentum and
-splits the weight. A variance is integers to its code: one more kernel decodes its patterns before the update, one
-encodes them after it. Between kernels numbers change from floats to integers by lying in memory: inside one,
-torch.compile moves such numbers one by one. Numbers that change between steps come as tensors. The C++ is built without
-contraction to fused multiply-adds and without unsafe mathematics, which would change bits.
+Numbers that change between steps come as tensors. The C++ is built without contraction to fused multiply-adds and
+without unsafe mathematics, which would change bits. Formulas are written as torch.compile vectorizes them: 32-bit
+lanes, shifts by one number for all, maxima of floats (those of integers it takes lane by lane), no 16-bit integers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+import logging
+import platform
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from flashoptim_dist.formats.rounding import leading_bits, momentum_noise, scram
 from flashoptim_dist.formats.spec import COARSEST_SHIFT, FINEST_SHIFT, MOMENTUM_LEVELS
 from flashoptim_dist.optim.rules import Rule
 
+logger = logging.getLogger(__name__)
+
 AT_RUN_TIME = "given at run time"
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
 _INFINITY = 0x7F800000
@@ -38,7 +41,10 @@ _EXPONENT = 0x3F800000
 
 @dataclasses.dataclass(frozen=True)
 class UpdateKind:
-    """What an update kernel is compiled for. In ``scalars``, those given at run time are :data:`AT_RUN_TIME`."""
+    """What a kernel is compiled for. In ``scalars``, those given at run time are :data:`AT_RUN_TIME`.
+
+    ``splits``: weights are bf16 and 8 bits; ``gives_noise``: another split, by ``eager``, needs the noise.
+    """
 
     rule: Rule
     scalars: Any
@@ -46,18 +52,6 @@ class UpdateKind:
     compressed: bool
     gradient_dtype: torch.dtype
     scales_gradient: bool
-    one_thread: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class StoreKind:
-    """What a store kernel is compiled for. ``splits``: into bf16 and 8 bits; ``gives_noise``: for another split.
-
-    ``momenta``: how many momenta it encodes; ``scaled``: in the unit that a variance gives.
-    """
-
-    momenta: int
-    scaled: bool
     stochastic: bool
     splits: bool
     gives_noise: bool
@@ -86,171 +80,169 @@ def _compile(function: Callable[..., None], one_thread: bool) -> Callable[..., N
                 if isinstance(leaf, Tensor) and leaf.ndim == 2:
                     torch._dynamo.mark_dynamic(leaf, 0)
             called = True
+            try:
+                with _bitcasts_in_registers():
+                    compiled(*arguments)
+                return
+            except Exception:  # such as an old C++ compiler's; another reason shows again
+                logger.info("compiled without bit casts in registers", exc_info=True)
         compiled(*arguments)
 
     return call
 
 
+@contextlib.contextmanager
+def _bitcasts_in_registers() -> Iterator[None]:
+    """Let torch.compile take the bits of a register as another type of the same size at once.
+
+    By itself it moves them through memory one by one, which takes half the time of the kernel. Bits are the same either
+    way, so nothing else is wrong where torch's internals are not as expected here: the step is slower then.
+    """
+    try:
+        from torch._inductor.codegen.cpp import CppVecOverrides
+        from torch._inductor.virtualized import V
+
+        one_by_one = CppVecOverrides.to_dtype_bitcast
+    except (ImportError, AttributeError):
+        one_by_one = None
+    if one_by_one is None or platform.machine() not in ("x86_64", "AMD64"):
+        yield
+        return
+
+    def to_dtype_bitcast(x: Any, dtype: torch.dtype, src_dtype: torch.dtype) -> Any:
+        kinds = (torch.int32, torch.float32)
+        if dtype not in kinds or src_dtype not in kinds or not hasattr(V.kernel, "_get_vec_type"):
+            return one_by_one(x, dtype, src_dtype)
+        return f"__builtin_bit_cast({V.kernel._get_vec_type(dtype)}, {x})"
+
+    CppVecOverrides.to_dtype_bitcast = staticmethod(to_dtype_bitcast)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CppVecOverrides.to_dtype_bitcast = staticmethod(one_by_one)  # type: ignore[method-assign]
+
+
 @functools.cache
 def update_kernel(kind: UpdateKind) -> Callable[..., None]:
-    """Return the kernel that updates ``master`` in place and gives the new moments.
+    """Return the kernel that updates weights, moments (``values``: codes with bf16 ``scales`` [G, 1], or fp32) and
+    ``correction`` in place.
 
-    Compressed moments go to ``new``, and the largest finite variance of every group and its smallest above 0 to
-    ``extremes``; others are updated in place. ``values`` and ``scales`` are the momenta's then; a variance comes
-    decoded, in ``new``, with the momentum's ``unit``.
+    ``weight`` is bf16 where it splits, else the fp32 master. ``words`` receives what ``eager.store_master`` needs of
+    the noise.
     """
-    rule, signed, compressed, scales_gradient = kind.rule, kind.signed, kind.compressed, kind.scales_gradient
+    rule, signed, compressed, stochastic = kind.rule, kind.signed, kind.compressed, kind.stochastic
+    scales_gradient, splits, gives_noise = kind.scales_gradient, kind.splits, kind.gives_noise
     make_scalars = type(kind.scalars)
     fields = {field.name: getattr(kind.scalars, field.name) for field in dataclasses.fields(kind.scalars)}
     changing = [name for name, value in fields.items() if value is AT_RUN_TIME]
     fixed = {name: value for name, value in fields.items() if value is not AT_RUN_TIME}
 
     def update(
-        master: Tensor,
+        weight: Tensor,
+        correction: Tensor | None,
         gradient: Tensor,
         factor: Tensor,
         values: list[Tensor],
         scales: list[Tensor],
-        new: list[Tensor],
-        unit: Tensor | None,
-        extremes: tuple[Tensor, Tensor] | None,
+        noise: tuple[Tensor, Tensor] | None,
+        rotation: Tensor,
+        words: Tensor | None,
         numbers: list[Tensor],
     ) -> None:
         scalars = make_scalars(**fixed, **dict(zip(changing, numbers)))
         gradient = gradient.to(torch.float32)
         if scales_gradient:
             gradient = gradient * factor
-        before = values
+        master = weight
+        if splits:
+            assert correction is not None
+            master = _merge(weight.to(torch.float32).view(torch.int32), correction).view(torch.float32)
+        before = _decode(values, scales, signed) if compressed else values
+        master, after = rule(master, gradient, tuple(before), scalars)
+        hashed = None
+        if stochastic:
+            assert noise is not None
+            hashed = scramble(noise[0] + noise[1], rotation)
         if compressed:
-            momenta = iter(zip(values, scales))
-            before = list(new)
+            if len(after) == 2:
+                # What contain_overflow does, in a form that the compiler vectorizes.
+                after = (torch.where(after[1] <= _LARGEST_FLOAT, after[0], 0.0), after[1])
+            inverse = None
+            for i in range(len(signed)):
+                if not signed[i]:
+                    codes, scale, inverse = _encode_variance(after[i], hashed, rotation)
+                    values[i].copy_(codes)
+                    scales[i].copy_(scale)
             for i in range(len(signed)):
                 if signed[i]:
-                    codes, scale = next(momenta)
-                    value = decode_momentum(codes, scale.squeeze(1))
-                    before[i] = value if unit is None else value * unit
-        weight, after = rule(master, gradient, tuple(before), scalars)
-        master.copy_(weight)
-        if compressed and len(after) == 2:
-            # What contain_overflow does, in a form that the compiler vectorizes.
-            after = (torch.where(after[1] <= _LARGEST_FLOAT, after[0], 0.0), after[1])
-        for i in range(len(signed)):
-            if not compressed:
+                    codes, scale = _encode_momentum(after[i] if inverse is None else after[i] * inverse, hashed)
+                    values[i].copy_(codes)
+                    scales[i].copy_(scale)
+        else:
+            for i in range(len(signed)):
                 values[i].copy_(after[i])
-                continue
-            if not signed[i]:
-                assert extremes is not None
-                value = after[i]
-                extremes[0].copy_(torch.where(value <= _LARGEST_FLOAT, value, 0.0).amax(dim=-1, keepdim=True))
-                extremes[1].copy_(torch.where(value > 0.0, value, torch.inf).amin(dim=-1, keepdim=True))
-            new[i].copy_(after[i])
+        if splits:
+            assert correction is not None
+            bits, lower = _split(master.view(torch.int32), 0x80 if hashed is None else weight_noise(hashed))
+            weight.copy_(bits.view(torch.float32))
+            correction.copy_(lower)
+        else:
+            weight.copy_(master)
+        if gives_noise:
+            assert words is not None
+            assert hashed is not None
+            words.copy_(hashed & 0xFFFF)
 
     return _compile(update, kind.one_thread)
 
 
-@functools.cache
-def load_variance_kernel(one_thread: bool) -> Callable[..., None]:
-    """Return the kernel that decodes a variance's codes to ``bits``, fp32 patterns, and the momentum's unit to
-    ``unit``, as fp32 patterns too. ``scale``: the patterns of the scales, int16 [G, 1].
-    """
-
-    def load_variance(codes: Tensor, scale: Tensor, bits: Tensor, unit: Tensor) -> None:
-        word = scale.to(torch.int32)
-        base, shift = lattice_of(word >> 3, (word & 7) + FINEST_SHIFT)
-        code = codes.to(torch.int32)
-        pattern = base + code * (1 << shift)
-        bits.copy_(torch.where(code == 0, 0, pattern))
-        unit.copy_(((pattern >> 1) & _EXPONENT) + _EXPONENT)
-
-    return _compile(load_variance, one_thread)
-
-
-@functools.cache
-def store_variance_kernel(stochastic: bool, one_thread: bool) -> Callable[..., None]:
-    """Return the kernel that encodes a variance, given as its patterns ``bits``, and leaves the inverse of the
-    momentum's unit in their place, as fp32 patterns. ``scale`` receives patterns, int16 [G, 1].
-    """
-
-    def store_variance(
-        noise: tuple[Tensor, Tensor] | None,
-        rotation: Tensor,
-        bits: Tensor,
-        extremes: tuple[Tensor, Tensor],
-        codes: Tensor,
-        scale: Tensor,
-    ) -> None:
-        largest, smallest = extremes
-        top = top_of(largest)
-        shift = shift_that_spans(top, smallest)
-        base, _ = lattice_of(top, shift)
-        if noise is None:
-            added = leading_bits(rotation, shift)
-        else:
-            # Shifts by one number for all, and products with powers of two, are what the compiler vectorizes.
-            words = scramble(noise[0] + noise[1], rotation)
-            leading = (words >> (32 - COARSEST_SHIFT)) & ((1 << COARSEST_SHIFT) - 1)
-            added = (leading.to(torch.float32) * _power_of_two(shift - COARSEST_SHIFT)).to(torch.int32)
-        magnitude = bits & 0x7FFFFFFF
-        known = torch.where(magnitude < _INFINITY, magnitude, _INFINITY)
-        known = torch.minimum(known, top << TOP_SHIFT)
-        rounded = torch.maximum(known + added, base + (1 << shift))
-        rounded = torch.where(known == 0, base, rounded)
-        code = ((rounded - base) >> FINEST_SHIFT).to(torch.float32) * _power_of_two(FINEST_SHIFT - shift)
-        codes.copy_(code.to(torch.int32))
-        scale.copy_((top << 3) + (shift - FINEST_SHIFT))
-        bits.copy_(_EXPONENT - ((rounded >> 1) & _EXPONENT))
-
-    return _compile(store_variance, one_thread)
-
-
-@functools.cache
-def store_kernel(kind: StoreKind) -> Callable[..., None]:
-    """Return the kernel that encodes the momenta that the update left, times ``inverse`` of their unit, and splits
-    ``bits``, the patterns of the master weights.
-
-    In ``bits`` it leaves fp32 patterns that are bf16 values. ``words`` receives what ``eager.store_master`` needs of
-    the noise.
-    """
-    momenta, scaled = kind.momenta, kind.scaled
-
-    def store(
-        noise: tuple[Tensor, Tensor] | None,
-        rotation: Tensor,
-        new: list[Tensor],
-        inverse: Tensor | None,
-        values: list[Tensor],
-        scales: list[Tensor],
-        bits: Tensor | None,
-        correction: Tensor | None,
-        words: Tensor | None,
-    ) -> None:
-        hashed = None if noise is None else scramble(noise[0] + noise[1], rotation)
-        for i in range(momenta):
-            momentum = new[i]
-            if scaled:
-                assert inverse is not None
-                momentum = momentum * inverse
-            codes, scale = _encode_momentum(momentum, hashed)
-            values[i].copy_(codes)
-            scales[i].copy_(scale)
-        if bits is not None:
-            assert correction is not None
-            weight, lower = _split(bits, 0x80 if hashed is None else weight_noise(hashed))
-            bits.copy_(weight)
-            correction.copy_(lower)
-        if words is not None:
-            assert hashed is not None
-            words.copy_(hashed & 0xFFFF)
-
-    return _compile(store, kind.one_thread)
-
-
-# The functions of ``formats`` without going to and fro between floats and integers per element.
+# The functions of ``formats`` in forms that torch.compile vectorizes.
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
     """Return fp32 2**exponent of int32."""
     return ((exponent + 127) << 23).view(torch.float32)
+
+
+def _decode(values: list[Tensor], scales: list[Tensor], signed: tuple[bool, ...]) -> list[Tensor]:
+    decoded, unit = list(values), None
+    for i in range(len(signed)):
+        if not signed[i]:
+            word = scales[i].to(torch.float32).view(torch.int32) >> 16
+            base, shift = lattice_of(word >> 3, (word & 7) + FINEST_SHIFT)
+            code = values[i].to(torch.int32)
+            pattern = base + code * (1 << shift)
+            decoded[i] = torch.where(code == 0, 0, pattern).view(torch.float32)
+            unit = (((pattern >> 1) & _EXPONENT) + _EXPONENT).view(torch.float32)
+    for i in range(len(signed)):
+        if signed[i]:
+            momentum = decode_momentum(values[i], scales[i].squeeze(1))
+            decoded[i] = momentum if unit is None else momentum * unit
+    return decoded
+
+
+def _encode_variance(variance: Tensor, words: Tensor | None, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, scales as fp32 that are bf16 values, and the inverse of the momentum's unit."""
+    largest = torch.where(variance <= _LARGEST_FLOAT, variance, 0.0).amax(dim=-1, keepdim=True).view(torch.int32)
+    smallest = torch.where(variance > 0.0, variance, torch.inf).amin(dim=-1, keepdim=True).view(torch.int32)
+    top = top_of(largest)
+    shift = shift_that_spans(top, smallest)
+    base, _ = lattice_of(top, shift)
+    if words is None:
+        added = leading_bits(rotation, shift)
+    else:
+        # Shifts by one number for all, and products with powers of two, are what the compiler vectorizes.
+        leading = (words >> (32 - COARSEST_SHIFT)) & ((1 << COARSEST_SHIFT) - 1)
+        added = (leading.to(torch.float32) * _power_of_two(shift - COARSEST_SHIFT)).to(torch.int32)
+    magnitude = variance.view(torch.int32) & 0x7FFFFFFF
+    known = torch.where(magnitude < _INFINITY, magnitude, _INFINITY)
+    known = torch.minimum(known, top << TOP_SHIFT)
+    rounded = torch.maximum(known + added, base + (1 << shift))
+    rounded = torch.where(known == 0, base, rounded)
+    code = ((rounded - base) >> FINEST_SHIFT).to(torch.float32) * _power_of_two(FINEST_SHIFT - shift)
+    scale = (((top << 3) + (shift - FINEST_SHIFT)) << 16).view(torch.float32)
+    inverse = (_EXPONENT - ((rounded >> 1) & _EXPONENT)).view(torch.float32)
+    return code.to(torch.int32), scale, inverse
 
 
 def _encode_momentum(momentum: Tensor, words: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -260,17 +252,26 @@ def _encode_momentum(momentum: Tensor, words: Tensor | None) -> tuple[Tensor, Te
     scale = pattern.view(torch.float32)
     size = torch.where(size == size, size, 0.0)
     code = torch.sqrt(size / torch.where(scale > 0, scale, 1.0)) * MOMENTUM_LEVELS
-    code = torch.copysign(torch.where(code <= MOMENTUM_LEVELS, code, float(MOMENTUM_LEVELS)), momentum)
+    code = torch.where(code <= MOMENTUM_LEVELS, code, float(MOMENTUM_LEVELS))
+    # A copysign would be a call per 16 elements. The sign of a zero is lost in an integer.
+    code = torch.where(momentum < 0.0, -code, code)
     if words is None:
         return torch.round(code).to(torch.int8), scale.to(torch.bfloat16)
     fixed = torch.round(code * 256.0).to(torch.int32)
     return ((fixed + momentum_noise(words)) >> 8).to(torch.int8), scale.to(torch.bfloat16)
 
 
+def _merge(bits: Tensor, correction: Tensor) -> Tensor:
+    """Return the patterns of fp32 master weights, of patterns that are bf16 values and 8 bits of correction."""
+    magnitude = bits & 0x7FFFFFFF
+    extended = (magnitude + correction.to(torch.int32) * 256).clamp(min=0)
+    return torch.where(magnitude < _INFINITY, extended | (bits & -0x80000000), bits)
+
+
 def _split(bits: Tensor, noise: Tensor | int) -> tuple[Tensor, Tensor]:
     """Split patterns of fp32 weights into patterns that are bf16 values, and the 8 bits of correction below."""
     magnitude = bits & 0x7FFFFFFF
-    finite = magnitude < 0x7F800000
+    finite = magnitude < _INFINITY
     extended = ((magnitude + noise) >> 8).clamp(max=0x7F7F7F)
     rounded = (extended + 0x80) >> 8
     weight = torch.where(finite, (rounded << 16) | (bits & -0x80000000), bits)
