@@ -174,7 +174,10 @@ def save(
     try:
         checkpointer.save(step, extras={_RUN: run} | ({_RELEASE: release.state_dict()} if release is not None else {}))
     except CheckpointError as error:
-        raise BadInput(f"{error}; make room or choose another --output; {way_back(checkpointer, step)}") from error
+        # A disk that is full says nothing against the weights: the same command is the way out, at the same rate.
+        steps = checkpointer.steps()
+        rest = f"goes on from step {steps[-1]}" if steps else "starts anew, since no earlier checkpoint is there"
+        raise BadInput(f"{error}; make room, then the same command {rest}") from error
     return checkpointer.directory / step_name(step)
 
 
@@ -227,6 +230,8 @@ def way_back(checkpointer: Checkpointer, weights_of: int) -> str:
     weights that gave trouble.
     """
     steps = [step for step in checkpointer.steps() if step < weights_of]
+    if not weights_of:
+        return "no step was taken before it, so the weights of --model or the data are at fault; give others"
     if not steps:
         return "there is no earlier checkpoint; start again in another --output with a lower --lr or other data"
     return (

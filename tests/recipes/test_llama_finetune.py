@@ -102,6 +102,7 @@ def test_weights_that_are_not_finite_stop_the_run_before_it_starts(inputs: dict[
     texts = run_ranks(2, train, {**inputs, "model": str(spoiled), "output": str(tmp_path / "run")})
     assert len(set(texts)) == 1
     assert "validation after step 0 has loss nan" in str(texts[0])
+    assert "the weights of --model or the data are at fault" in str(texts[0])
 
 
 def test_a_step_that_goes_nan_names_the_last_good_checkpoint(inputs: dict[str, Any], tmp_path: Path) -> None:
