@@ -74,7 +74,7 @@ def read_llama_config(folder: Path, sequence_length: int) -> LlamaConfig:
         config = LlamaConfig(**values)
     except Exception as error:
         raise BadInput(f"transformers does not accept {path}: {error}") from error
-    heads, shared = config.num_attention_heads, config.num_key_value_heads
+    heads, shared = config.num_attention_heads, config.num_key_value_heads or 0
     if shared < 1 or heads % shared:
         raise BadInput(
             f"{path} has num_attention_heads {heads} and num_key_value_heads {shared}, which does not divide it;"
