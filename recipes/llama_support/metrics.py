@@ -27,7 +27,11 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class RunLog:
-    """Progress and metrics of one start of a run. Every rank may call every method; only rank 0 writes."""
+    """Progress and metrics of one start of a run. Every rank may call every method; only rank 0 writes.
+
+    A disk that cannot take the metrics does not end the run, which one rank could not do alone without a traceback: it
+    is told once. Where it cannot take the next checkpoint either, all ranks end there.
+    """
 
     def __init__(self, folder: Path, world: World, *, step: int, last_step: int) -> None:
         """Begin at `step` of `last_step`. Records of later steps, of a start that was cut off, are dropped."""
@@ -49,11 +53,13 @@ class RunLog:
         )
         self._last_step = last_step
         self._last_line = 0.0
+        self._told = False
 
     def run(self, facts: dict[str, Any]) -> None:
         """Write what the run is (JSON-serializable) to run.json, for the report; a run that goes on replaces it."""
         if self._is_main:
-            (self._folder / RUN_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+            with self._told_once():
+                (self._folder / RUN_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
     def train(
         self, step: int, *, loss: float, lr: float, grad_norm: float, tokens: int, phases: dict[str, float]
@@ -100,17 +106,30 @@ class RunLog:
         """Finish the bar and the files."""
         if self._is_main:
             self._bar.close()
-            self._file.close()
-            self._board.close()
+            with self._told_once():
+                self._file.close()
+            with self._told_once():
+                self._board.close()
 
     def _write(self, kind: str, step: int, values: dict[str, float]) -> None:
         if not self._is_main:
             return
         record: dict[str, Any] = {"kind": kind, "step": step, **values}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-        for name, value in values.items():
-            self._board.add_scalar(f"{kind}/{name}", value, step)
+        with self._told_once():
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        with self._told_once():
+            for name, value in values.items():
+                self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    @contextmanager
+    def _told_once(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._told:
+                self.say(f"cannot write metrics in {self._folder} ({error.strerror or error}); the run goes on without")
+            self._told = True
 
 
 class StepClock:
