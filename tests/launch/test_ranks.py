@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,3 +30,12 @@ def test_ending(tmp_path: Path, ending: str, code: int, told: str) -> None:
     assert done.returncode == code, done.stderr
     assert told in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("ranks", ["two", "-1", "1.5"])
+def test_quickstart_names_a_number_of_ranks_that_is_none(ranks: str) -> None:
+    command = ["bash", RANKS.parent / "quickstart"]
+    environment = {**os.environ, "RANKS": ranks}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == f"quickstart: RANKS={ranks} is no number of processes; give one, such as RANKS=2\n"
