@@ -58,5 +58,6 @@ def test_smoke_run_of_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_smoke_run_of_two_ranks(tmp_path: Path) -> None:
     _check(_run(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"), 2)
