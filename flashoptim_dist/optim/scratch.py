@@ -41,9 +41,6 @@ class Views:
     moments_grouped: tuple[Tensor, ...]
     groups: Tensor
     scales_grouped: Tensor
-    largest: tuple[Tensor, ...]
-    largest_grouped: tuple[Tensor, ...]
-    bytes: Tensor
     ramp: Tensor
     group_ramp: Tensor
     lanes: Tensor
@@ -56,7 +53,7 @@ class Scratch:
         self.staging = Staging()
         self._capacity = 0
         self._buffers: list[Tensor] = []
-        self._ramp = self._group_ramp = self._bytes = self._groups = torch.empty(0)
+        self._ramp = self._group_ramp = self._groups = torch.empty(0)
         self._views: dict[tuple[int, int], Views] = {}
 
     def views(self, elements: int, moments: int) -> Views:
@@ -75,20 +72,16 @@ class Scratch:
             self._buffers = []
             self._views = {}
             self._ramp = torch.arange(padded, dtype=torch.int32, device="cpu") * as_int32(HASH_STRIDE)
-            self._bytes = torch.empty(padded, dtype=torch.uint8, device="cpu")
             self._group_ramp = self._ramp[::GROUP_SIZE].clone()
+            self._groups = torch.empty(padded // GROUP_SIZE, dtype=torch.int32, device="cpu")
         while len(self._buffers) < 4 + moments:
             self._buffers.append(torch.empty(self._capacity, dtype=torch.int32, device="cpu"))
-        if self._groups.shape != (1 + len(self._buffers) - 4, self._capacity // GROUP_SIZE):
-            shape = (1 + len(self._buffers) - 4, self._capacity // GROUP_SIZE)
-            self._groups = torch.empty(shape, dtype=torch.int32, device="cpu")
         if len(self._views) >= _MOST_SIZES:
             self._views.pop(next(iter(self._views)))
         groups = elements // GROUP_SIZE
         words, spare, master, size, *values = (buffer[:elements] for buffer in self._buffers)
         floats = [value.view(torch.float32) for value in values[:moments]]
-        group_bits = self._groups[0, :groups]
-        largest = [self._groups.view(torch.float32)[1 + number, :groups] for number in range(moments)]
+        group_bits = self._groups[:groups]
 
         def grouped(tensor: Tensor) -> Tensor:
             return tensor[: groups * GROUP_SIZE].view(groups, GROUP_SIZE)
@@ -110,9 +103,6 @@ class Scratch:
             moments_grouped=tuple(map(grouped, floats)),
             groups=group_bits,
             scales_grouped=group_bits.view(torch.float32).view(-1, 1),
-            largest=tuple(largest),
-            largest_grouped=tuple(value.view(-1, 1) for value in largest),
-            bytes=self._bytes[:elements],
             ramp=self._ramp[:elements],
             group_ramp=self._group_ramp[:groups],
             lanes=self._ramp[:GROUP_SIZE],
