@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -124,14 +125,16 @@ def test_every_dependency_is_declared() -> None:
     Benchmarks import the peers they measure inside functions, and go without those that are not installed.
     """
     wanted = importlib.metadata.requires("flashoptim-dist") or []
-    declared = {requirement.partition(";")[0].split(">")[0].strip().lower() for requirement in wanted}
+    declared = {re.split(r"[^\w.-]", requirement.strip())[0].lower() for requirement in wanted}
     modules_of = importlib.metadata.packages_distributions()  # PyYAML's module is yaml
     declared |= {module for module, names in modules_of.items() if declared & {name.lower() for name in names}}
     known = {"flashoptim_dist", *sys.stdlib_module_names, *(name.replace("-", "_") for name in declared)}
     undeclared = []
     for folder in ("flashoptim_dist", "kernels", "recipes", "launch"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            beside = {one.stem for place in (ROOT / folder, path.parent) for one in place.iterdir()}
+            # Scripts import what lies beside them, and so does what only they import.
+            places = [place for place in path.parents if place.is_relative_to(ROOT / folder)]
+            beside = {one.stem for place in places for one in place.iterdir()}
             modules = imported_modules(path, inside_functions="benchmarks" not in path.parts)
             undeclared += [f"{path.relative_to(ROOT)} imports {module}" for module in sorted(modules - known - beside)]
     assert undeclared == []
