@@ -85,6 +85,9 @@ class Config:
     gradient_release: bool = False
     """Step each layer during the backward pass and free its gradient, so that no more than two layers' gradients exist
     at once. --clip-norm then goes by an estimate of the global norm. For flash_adamw."""
+    reduce_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Dtype in which gradients are summed over ranks. auto: fp32, but bf16 for flash_adamw on two GPUs, where the sum
+    of two bf16 gradients has the same bits either way and half as many bytes travel."""
     replicate: int = 1
     """Copies of the whole set of shards (HSDP): 1 cuts the weights over all ranks, N over each of N parts of them."""
 

@@ -31,11 +31,10 @@ from .config import Config
 from .errors import BadInput
 from .layers import recompute_activations
 from .loss import LlamaWithLoss, LossHead
-from .model import weight_dtype, wrap_layers
+from .model import gradient_sum_dtype, weight_dtype, wrap_layers
 from .optimizers import build_optimizer
 
 _COMPUTE = torch.bfloat16
-_REDUCE_BYTES = 4  # gradients are summed over ranks in fp32
 PARTS = ("states", "gradient", "in flight", "activations", "loss")
 """states: all that stays between steps. gradient: this rank's shards. in flight: whole units' gathered weights, their
 gradients and the buffers they travel in. activations: what the layers keep, and the one being recomputed. loss: a chunk
@@ -101,6 +100,8 @@ class MemoryPlan:
         work: activations.
         micro_batches: per rank and step.
         vocabulary: bytes of a gradient of the head, or of the embeddings, as the backward pass makes it.
+        sum_bytes: bytes per element of a gradient while it is summed over ranks.
+        casts_sums: the sums are cast to another dtype, that of the weights.
     """
 
     world_size: int
@@ -111,6 +112,8 @@ class MemoryPlan:
     work: Workspace
     micro_batches: int
     vocabulary: int
+    sum_bytes: int
+    casts_sums: bool
 
     def peak(self, *, release: bool) -> Moment:
         """The moment at which the most is held, with or without gradient release."""
@@ -120,8 +123,8 @@ class MemoryPlan:
         """The points of a step that can be the highest, by how FSDP2 (torch 2.11 to 2.13) gathers, reduces and frees.
 
         A unit's weights are gathered into one buffer and copied out of it; the next unit's buffer is filled meanwhile.
-        Its gradient is copied, in fp32, into a buffer that lives until the next unit's is made. The root unit is
-        gathered from the first to the last. Without FSDP2 each gradient is made in its place.
+        Its gradient is copied, in the dtype of the sum over ranks, into a buffer that lives until the next unit's is
+        made. The root unit is gathered from the first to the last. Without FSDP2 each gradient is made in its place.
         """
         units, work, sharded = self.units, self.work, self.shards > 0
         compute, buffer = _COMPUTE.itemsize * sharded, _COMPUTE.itemsize * (self.shards > 1)
@@ -136,8 +139,8 @@ class MemoryPlan:
             return round(self.states["gradient"] * left / units.total)
 
         def out(unit: int) -> int:
-            """A unit's gradient on its way to the shards: the buffer, and this rank's part of the sum."""
-            return round(_REDUCE_BYTES * unit * (1 + 1 / self.shards)) if sharded else 0
+            """A unit's gradient on its way to the shards: the buffer, and this rank's sum where it is cast after."""
+            return round(self.sum_bytes * unit * (1 + self.casts_sums / self.shards)) if sharded else 0
 
         root = compute * units.root
         # With embeddings and head in the root unit, the head's gradient waits from the loss to the end.
@@ -189,6 +192,7 @@ def plan_memory(
     micro_batch = min(config.micro_batch, share)
     needs_mesh = world_size > 1 or config.optimizer != "flash_adamw" or root_holds_embeddings
     shards = world_size // config.replicate if needs_mesh else 0
+    sums = gradient_sum_dtype(config, world_size, _COMPUTE)
     with fake_rank(rank, world_size):
         with torch.device("meta"):
             model = LlamaWithLoss(llama_config)
@@ -196,7 +200,8 @@ def plan_memory(
         wrap_layers(model, config)
         units = _units(model, max(1, shards), root_holds_embeddings)
         if needs_mesh:
-            shard_model(model, _mesh(rank, world_size, config.replicate), param_dtype=_COMPUTE)
+            mesh = _mesh(rank, world_size, config.replicate)
+            shard_model(model, mesh, param_dtype=_COMPUTE, reduce_dtype=sums)
         report = memory_report(model, build_optimizer(config, model))
     return MemoryPlan(
         world_size,
@@ -207,6 +212,8 @@ def plan_memory(
         measure_workspace(config, llama_config, micro_batch),
         -(-share // micro_batch),
         llama_config.vocab_size * llama_config.hidden_size * _COMPUTE.itemsize,
+        sums.itemsize,
+        sums != weight_dtype(config),
     )
 
 

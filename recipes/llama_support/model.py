@@ -142,7 +142,8 @@ def build_model(config: Config, folder: Path, llama_config: LlamaConfig, world: 
     if world.mesh is not None:
         # Matrix products in bf16 on GPUs. CPUs mostly lack bf16 arithmetic, so there they run in fp32.
         compute_dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-        shard_model(model, world.mesh, param_dtype=compute_dtype)
+        reduce_dtype = gradient_sum_dtype(config, world.size, compute_dtype)
+        shard_model(model, world.mesh, param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     if folder != DEBUG_MODEL:
         materialize(model, world.device)
         parameters = stored_parameters(model, llama_config.tie_word_embeddings)
@@ -158,6 +159,19 @@ def build_model(config: Config, folder: Path, llama_config: LlamaConfig, world: 
 def weight_dtype(config: Config) -> torch.dtype:
     """What the weights are held in."""
     return torch.bfloat16 if config.optimizer == "flash_adamw" else torch.float32
+
+
+def gradient_sum_dtype(config: Config, world_size: int, compute_dtype: torch.dtype) -> torch.dtype:
+    """What gradients are summed over ranks in.
+
+    Gradients of bf16 weights that are computed in bf16 are so before the sum and after it. The sum of two, rounded to
+    bf16, is what a sum in bf16 is, so that over two ranks fp32 buffers only take memory and time. A third would be
+    added to a rounded sum.
+    """
+    if config.reduce_dtype == "auto":
+        exact = world_size == 2 and compute_dtype == weight_dtype(config) == torch.bfloat16
+        return torch.bfloat16 if exact else torch.float32
+    return torch.bfloat16 if config.reduce_dtype == "bf16" else torch.float32
 
 
 def wrap_layers(model: LlamaWithLoss, config: Config) -> None:

@@ -122,6 +122,7 @@ def test_peaks_of_an_8b_model_are_those_measured_on_gpus(
     world_size: int, sequences: int, optimizer: str, release: bool, measured: float
 ) -> None:
     """GiB per GPU of Llama-3.1-8B under plain FSDP2 units, with states of the same size as ours (docs/memory.md)."""
-    config = replace(read_config_file("llama3_8b"), global_batch=sequences, optimizer=optimizer, gradient_release=False)
+    options = {"global_batch": sequences, "optimizer": optimizer, "reduce_dtype": "fp32", "gradient_release": False}
+    config = replace(read_config_file("llama3_8b"), **options)
     peak = _plan(config, world_size, root_holds_embeddings=True).peak(release=release).total / GIB
     assert peak == pytest.approx(measured, rel=0.04)

@@ -10,20 +10,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
 import pytest
 import torch
+import torch.distributed as dist
 from llama_support.attention import document_bounds, document_causal_mask, packed_attention
 from llama_support.config import Config
 from llama_support.data import StepBatches
 from llama_support.errors import BadInput
-from llama_support.model import SHAPES, build_model, known_shapes, model_folder, read_llama_config
+from llama_support.model import (
+    SHAPES,
+    build_model,
+    gradient_sum_dtype,
+    known_shapes,
+    model_folder,
+    read_llama_config,
+)
 from llama_support.optimizers import build_optimizer
 from llama_support.packing import IGNORED
 from llama_support.training import accumulate_gradient
 from llama_support.world import World, start_world
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.pool import run_ranks
+from flashoptim_dist import shard_model
+from tests.pool import mesh, run_ranks
 from tests.recipes.inputs import write_tiny_model
 
 LENGTH = 24
@@ -155,3 +164,49 @@ def test_attention_by_bounds_refuses_what_it_cannot_do() -> None:
     x = torch.zeros(1, 2, 4, 8)
     with pytest.raises(ValueError, match="takes no mask, no dropout and the usual scaling"):
         packed_attention(torch.nn.Module(), x, x, x, torch.ones(1, 1, 4, 4), scaling=8**-0.5)
+
+
+def _gradients(world_size: int, reduce_dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 7)).to(torch.bfloat16)
+    shard_model(model, mesh(world_size), layers=[model[0]], param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    torch.manual_seed(1 + dist.get_rank())
+    model(torch.randn(5, 24)).square().sum().backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
+
+
+def _gradients_by_dtype(world_size: int) -> tuple[list[Tensor], list[Tensor]]:
+    return _gradients(world_size, torch.float32), _gradients(world_size, torch.bfloat16)
+
+
+def test_two_ranks_sums_of_bf16_gradients_have_the_same_bits_in_bf16() -> None:
+    for fp32, bf16 in run_ranks(2, _gradients_by_dtype, 2):
+        assert all(gradient.dtype == torch.bfloat16 for gradient in (*fp32, *bf16))
+        assert all(torch.equal(one, other) for one, other in zip(fp32, bf16))
+
+
+def test_bf16_sums_over_more_ranks_are_rounded_in_between() -> None:
+    # Why "auto" takes bf16 for two ranks only.
+    assert any(
+        not torch.equal(one, other)
+        for fp32, bf16 in run_ranks(4, _gradients_by_dtype, 4)
+        for one, other in zip(fp32, bf16)
+    )
+
+
+@pytest.mark.parametrize(
+    "world_size, optimizer, compute, given, expected",
+    [
+        (2, "flash_adamw", torch.bfloat16, "auto", torch.bfloat16),
+        (2, "flash_adamw", torch.float32, "auto", torch.float32),
+        (2, "adamw", torch.bfloat16, "auto", torch.float32),
+        (4, "flash_adamw", torch.bfloat16, "auto", torch.float32),
+        (4, "flash_adamw", torch.bfloat16, "bf16", torch.bfloat16),
+        (2, "flash_adamw", torch.bfloat16, "fp32", torch.float32),
+    ],
+)
+def test_dtype_of_the_sum_over_ranks(
+    world_size: int, optimizer: str, compute: torch.dtype, given: str, expected: torch.dtype
+) -> None:
+    config = Config(optimizer=optimizer, reduce_dtype=given)  # type: ignore[arg-type]
+    assert gradient_sum_dtype(config, world_size, compute) == expected
