@@ -8,11 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.interpreter import patch_once_per_launch
 from tests.pool import shut_down
 
 if not torch.cuda.is_available():
     # Triton reads this when it is imported, which any test file may do: the tests of the kernels run interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    patch_once_per_launch()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

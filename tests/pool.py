@@ -46,7 +46,12 @@ DEFAULT_TIMEOUT_S = 180.0
 START_TIMEOUT_S = 240.0  # importing torch takes 3 s, and a minute on a machine with much else to do
 GRACE_S = 2.0  # how long the other ranks get to report too, once one has failed
 SLICE_S = 5.0
-PRELOAD_IF_USED = ("transformers.models.llama.modeling_llama", "tests.torchtitan_v0_2.device")
+PRELOAD_IF_USED = (
+    "transformers.models.llama.modeling_llama",
+    "matplotlib.pyplot",
+    "torch.utils.tensorboard",
+    "tests.torchtitan_v0_2.device",
+)
 """Slow to import: where the test process has it already, it is imported before the ranks are forked, once for all."""
 _WORKER = Path(__file__).resolve().with_name("pool_worker.py")
 _LOG_TAIL = 6000

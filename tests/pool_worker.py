@@ -149,6 +149,8 @@ def main(control_descriptor: int, tests_directory: str) -> NoReturn:
     register_namespace("tests", tests_directory)
     for name in PRELOAD:
         importlib.import_module(name)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        importlib.import_module("tests.interpreter").patch_once_per_launch()
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 65536, 1)
         if not message:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,26 @@ class CutOffError(Exception):
     """Stands for whatever ends a process in the middle of a step."""
 
 
-def train(values: dict[str, Any], cut_at: int | None = None) -> str | None:
-    """Train on this rank; the text of the BadInput that stopped it, if one did. `cut_at` dies in that step."""
+def _no_report(folder: Path, *arguments: Any, **options: Any) -> Path:
+    return folder
+
+
+@contextmanager
+def without_report() -> Iterator[None]:
+    """Runs inside end without the pictures of their report, which take as long as the steps of a small run."""
+    write_report = llama_finetune.write_report
+    llama_finetune.write_report = _no_report
+    try:
+        yield
+    finally:
+        llama_finetune.write_report = write_report
+
+
+def train(values: dict[str, Any], cut_at: int | None = None, report: bool = False) -> str | None:
+    """Train on this rank; the text of the BadInput that stopped it, if one did. `cut_at` dies in that step.
+
+    Without the report, unless it is asked for.
+    """
     set_learning_rate = llama_finetune.set_learning_rate
 
     def set_or_die(optimizer: torch.optim.Optimizer, config: Config, step: int) -> float:
@@ -29,7 +49,8 @@ def train(values: dict[str, Any], cut_at: int | None = None) -> str | None:
 
     llama_finetune.set_learning_rate = set_or_die
     try:
-        llama_finetune.train(Config(**values))
+        with nullcontext() if report else without_report():
+            llama_finetune.train(Config(**values))
     except BadInput as error:
         return str(error)
     except CutOffError:

@@ -21,7 +21,7 @@ from llama_support.report import Run
 
 from tests.pool import run_ranks
 from tests.recipes.inputs import assert_same_state, saved_checkpoint, small_run, write_tiny_model
-from tests.recipes.runs import CutOffError
+from tests.recipes.runs import CutOffError, without_report
 
 RELEASE = {"gradient_release": True}
 
@@ -45,7 +45,8 @@ def _train(values: dict[str, Any], cut_at: int | None = None) -> list[str]:
     llama_finetune.accumulate_gradient = accumulate_or_die
     RunLog.say = say_and_keep  # type: ignore[method-assign]
     try:
-        llama_finetune.train(Config(**values))
+        with without_report():
+            llama_finetune.train(Config(**values))
     except CutOffError:
         said.append("cut off")
     except BadInput as error:
@@ -204,7 +205,8 @@ def _most_units(values: dict[str, Any]) -> int:
 
     llama_finetune.release_gradients = release_and_look
     try:
-        llama_finetune.train(Config(**values))
+        with without_report():
+            llama_finetune.train(Config(**values))
     finally:
         llama_finetune.release_gradients = release_gradients
     return most

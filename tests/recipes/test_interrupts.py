@@ -24,6 +24,7 @@ from llama_support.progress import after_resume
 
 from tests.pool import run_ranks
 from tests.recipes.inputs import ROOT, assert_same_state, saved_tensors, small_run
+from tests.recipes.runs import without_report
 
 RECIPE = ROOT / "recipes" / "llama_finetune.py"
 
@@ -61,7 +62,7 @@ def _train_and_signal(values: dict[str, Any], rank_asked: int, step_asked: int, 
 
     try:
         interrupts.listen()
-        with _at_each_step(act):
+        with _at_each_step(act), without_report():
             llama_finetune.train(Config(**values), interrupts)
     except Interrupted as ended:
         return str(ended), interrupts.asked
@@ -128,7 +129,7 @@ def _train_with_bad_gradients(values: dict[str, Any], steps: list[int], asked_af
 
     llama_finetune.release_gradients = release_and_spoil
     try:
-        with _at_each_step(act):
+        with _at_each_step(act), without_report():
             llama_finetune.train(Config(**values), interrupts)
     except (BadInput, Interrupted) as error:
         return str(error)

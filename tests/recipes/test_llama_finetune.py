@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -13,18 +15,28 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
+import llama_finetune
 import pytest
 import torch
+from llama_support.interrupts import SIGNALS
 
 from flashoptim_dist.checkpoint import format_check
 from tests.pool import run_ranks
 from tests.recipes.inputs import ROOT, assert_same_state, saved_checkpoint, saved_tensors, small_run, write_tiny_model
-from tests.recipes.runs import train
+from tests.recipes.runs import train, without_report
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return small_run(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def finished(inputs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Options of a run that has ended after two steps; the tests that start it again must leave it as it is."""
+    values = {**inputs, "output": str(tmp_path_factory.mktemp("finished")), "steps": 2}
+    assert run_ranks(2, train, values) == [None, None]
+    return values
 
 
 def _metrics(run: Path) -> list[dict[str, Any]]:
@@ -33,7 +45,7 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
 
 def test_a_run_that_was_cut_off_ends_with_the_same_state(inputs: dict[str, Any], tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert run_ranks(2, train, {**inputs, "output": str(whole)}) == [None, None]
+    assert run_ranks(2, train, {**inputs, "output": str(whole)}, report=True) == [None, None]
     assert run_ranks(2, train, {**inputs, "output": str(cut)}, 6) == ["cut off", "cut off"]
     assert not (cut / "checkpoints" / "step-00000006").exists()
     assert run_ranks(2, train, {**inputs, "output": str(cut)}) == [None, None]
@@ -49,6 +61,7 @@ def test_a_run_that_was_cut_off_ends_with_the_same_state(inputs: dict[str, Any],
     assert validation[-1]["loss"] < validation[0]["loss"]
     assert sorted(path.name for path in (whole / "checkpoints").glob("step-*")) == ["step-00000004", "step-00000006"]
     assert list((whole / "tensorboard").iterdir())
+    assert (whole / "report.html").exists()
 
 
 def test_a_finished_run_goes_on_with_a_new_schedule_or_stops(inputs: dict[str, Any], tmp_path: Path) -> None:
@@ -71,7 +84,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(inputs: dict[str, Any], tmp_
         assert one["loss"] == pytest.approx(other["loss"], rel=2e-3)
 
 
-@pytest.mark.parametrize("optimizer", ["flash_adamw", "adamw"])
+@pytest.mark.parametrize("optimizer", ["flash_adamw", pytest.param("adamw", marks=pytest.mark.full)])
 def test_options_may_change_on_resuming(inputs: dict[str, Any], tmp_path: Path, optimizer: str) -> None:
     values = {**inputs, "steps": 4, "optimizer": optimizer, "output": str(tmp_path)}
     assert run_ranks(2, train, values, 3) == ["cut off", "cut off"]
@@ -135,10 +148,8 @@ def _train_as_layout(version: int, values: dict[str, Any]) -> str | None:
         format_check.LAYOUT_VERSION = kept
 
 
-def test_a_checkpoint_of_another_format_version_is_refused(inputs: dict[str, Any], tmp_path: Path) -> None:
-    values = {**inputs, "output": str(tmp_path), "steps": 2}
-    assert run_ranks(2, train, values) == [None, None]
-    texts = run_ranks(2, _train_as_layout, format_check.LAYOUT_VERSION + 1, values)
+def test_a_checkpoint_of_another_format_version_is_refused(finished: dict[str, Any]) -> None:
+    texts = run_ranks(2, _train_as_layout, format_check.LAYOUT_VERSION + 1, finished)
     assert len(set(texts)) == 1
     assert "layout version" in str(texts[0])
     assert "another --output" in str(texts[0])
@@ -178,24 +189,21 @@ def test_bad_input_is_one_line_on_every_rank(inputs: dict[str, Any], tmp_path: P
 
 @pytest.mark.parametrize("change", [{"optimizer": "adamw"}, {"model": "other"}, {"sequence_length": 40}])
 def test_a_checkpoint_of_another_run_is_refused_and_stays(
-    inputs: dict[str, Any], tmp_path: Path, change: dict[str, Any]
+    finished: dict[str, Any], tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    values = {**inputs, "output": str(tmp_path / "run"), "steps": 2}
-    assert run_ranks(2, train, values) == [None, None]
-    before = saved_tensors(tmp_path / "run", 2)
+    run = Path(finished["output"])
+    before = saved_tensors(run, 2)
     if "model" in change:
         change = {"model": str(write_tiny_model(tmp_path / "other", num_hidden_layers=3))}
-    texts = run_ranks(2, train, {**values, **change})
+    texts = run_ranks(2, train, {**finished, **change})
     assert len(set(texts)) == 1
     assert "another --output" in str(texts[0])
-    after = saved_tensors(tmp_path / "run", 2)
+    after = saved_tensors(run, 2)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_never_resuming_does_not_replace_checkpoints(inputs: dict[str, Any], tmp_path: Path) -> None:
-    values = {**inputs, "output": str(tmp_path), "steps": 2}
-    assert run_ranks(2, train, values) == [None, None]
-    texts = run_ranks(2, train, {**values, "resume": "never"})
+def test_never_resuming_does_not_replace_checkpoints(finished: dict[str, Any]) -> None:
+    texts = run_ranks(2, train, {**finished, "resume": "never"})
     assert "holds checkpoints (newest: step 2)" in str(texts[0])
 
 
@@ -216,6 +224,29 @@ def _run(arguments: list[str], ranks: int = 2, timeout: float = 280) -> subproce
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
 
 
+def _from_command_line(arguments: list[str]) -> str:
+    """What the recipe prints on this rank."""
+    printed, given, handlers = io.StringIO(), sys.argv, {kind: signal.getsignal(kind) for kind in SIGNALS}
+    sys.argv = ["llama_finetune.py", *arguments]
+    try:
+        with contextlib.redirect_stdout(printed), without_report():
+            llama_finetune.main()
+    finally:
+        sys.argv = given
+        for kind, handler in handlers.items():
+            signal.signal(kind, handler)
+    return printed.getvalue()
+
+
+def test_the_command_line_trains_and_saves(inputs: dict[str, Any], tmp_path: Path) -> None:
+    """As torchrun starts it, on ranks that are there already."""
+    printed = run_ranks(2, _from_command_line, _options({**inputs, "steps": 2, "output": str(tmp_path)}))[0]
+    assert "step 2: validation loss" in printed
+    assert "bytes/param" in printed
+    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step-00000002"
+
+
+@pytest.mark.full
 def test_torchrun_trains_and_saves(inputs: dict[str, Any], tmp_path: Path) -> None:
     done = _run(_options({**inputs, "steps": 2, "output": str(tmp_path)}))
     assert done.returncode == 0, done.stderr
