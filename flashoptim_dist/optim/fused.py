@@ -108,8 +108,11 @@ class Plan:
         elements: dict[tuple[Any, ...], int] = {}
         for task, options in zip(tasks, options_of, strict=True):
             elements[options] = elements.get(options, 0) + task.record.layout.numel
+        choices = {
+            options: tuning(count, dict(options)["STOCHASTIC"], self.device) for options, count in elements.items()
+        }
         for index, (task, options) in enumerate(zip(tasks, options_of, strict=True)):
-            choice = tuning(elements[options])
+            choice = choices[options]
             flat_tasks, general_tasks = buckets.setdefault(
                 options, (TaskList(choice.blocks_per_task), TaskList(choice.blocks_per_task))
             )
@@ -144,8 +147,7 @@ class Plan:
             for task_list, general in zip(lists, (False, True), strict=True):
                 table = task_list.to(self.device)
                 if table is not None:
-                    choice = tuning(elements[options])
-                    launch = KernelLaunch(options, choice, self.table.device, self.scalars, table, general)
+                    launch = KernelLaunch(options, choices[options], self.table.device, self.scalars, table, general)
                     self.launches.append(launch)
         self.kernel_options = list(buckets)
 

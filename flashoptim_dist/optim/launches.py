@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 SCALAR_COLUMNS: int = layout.SCALAR_COLUMNS.value
 _ADVANCE_BLOCK = 128
 _SMALL_BUCKET = 1 << 26
+_MANY_BYTES_PER_CYCLE = 16
+"""Of a multiprocessor: 13 on an H100, 18 on an H200."""
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 _STEP_LAUNCHERS = {"adam": Launcher(adam_kernel), "momentum": Launcher(momentum_kernel)}
@@ -57,13 +59,28 @@ def compiled_options(hyper: Hyperparameters) -> tuple[Any, ...]:
     return type(hyper), hyper.l2 != 0.0
 
 
-def tuning(elements: int) -> Tuning:
+def tuning(elements: int, stochastic: bool, device: torch.device) -> Tuning:
     """Return the launch sizes for a bucket of so many elements; measured, see docs/performance.md."""
     if INTERPRETED:
         return Tuning(block=256, warps=1, blocks_per_task=4)
     if elements < _SMALL_BUCKET:
         return Tuning(block=512, warps=2, blocks_per_task=1)
+    if stochastic and _is_short_of_instructions(device):
+        # Twice the elements per thread: half the work per group, at half the occupancy.
+        return Tuning(block=512, warps=1, blocks_per_task=8)
     return Tuning(block=512, warps=2, blocks_per_task=4)
+
+
+@lru_cache
+def _is_short_of_instructions(device: torch.device) -> bool:
+    """Return whether memory brings elements faster than the cores take them: on an H200, and not on an H100."""
+    if device.type != "cuda":
+        return False
+    card = torch.cuda.get_device_properties(device)
+    # Clocks in kHz; two transfers a clock. Torch knows them from 2.9 on.
+    memory_bytes = 2 * getattr(card, "memory_clock_rate", 0) * getattr(card, "memory_bus_width", 0) / 8
+    cycles = card.multi_processor_count * getattr(card, "clock_rate", 0)
+    return memory_bytes > _MANY_BYTES_PER_CYCLE * cycles
 
 
 def kernel_options(task: StepTask) -> KernelOptions:
@@ -146,7 +163,6 @@ def advance(
         inputs: of this step, on the device; a coefficient for each parameter is in the order of the rows.
     """
     lr_is_tensor = isinstance(hyper.lr, Tensor) and hyper.lr.device == scalars.device
-    none = scalars  # stands in for a pointer that is not read
     found_inf, grad_scale, coefficient = inputs.found_inf, inputs.grad_scale, inputs.coefficient
     lr_tensor = hyper.lr if isinstance(hyper.lr, Tensor) and lr_is_tensor else None
     lr = 0.0 if lr_is_tensor else float(hyper.lr)
@@ -157,8 +173,8 @@ def advance(
         "HAS_COEFFICIENT": coefficient is not None,
         "LR_IS_TENSOR": lr_is_tensor,
     }
-    inputs_given = (found_inf, grad_scale, coefficient, lr_tensor)
-    pointers = tuple(none if tensor is None else tensor for tensor in inputs_given)
+    # None is no argument of the compiled kernel: each pointer costs the host 2 us a launch.
+    pointers = (found_inf, grad_scale, coefficient, lr_tensor)
     common = (steps, scalars, skipped, *pointers, lr, float(hyper.decay_rate), float(hyper.l2))
     per_parameter = int(coefficient is not None and coefficient.ndim > 0)
     tail = (-1.0 if hyper.maximize else 1.0, first, last, int(counts_skips), per_parameter)
@@ -168,7 +184,7 @@ def advance(
     else:
         launcher, values = _MOMENTUM_ADVANCE, _momentum_values(hyper)
     constants["BLOCK"] = _ADVANCE_BLOCK
-    key = (scalars.device, *constants.values(), *(tensor.dtype for tensor in pointers))
+    key = (scalars.device, *constants.values(), *(None if tensor is None else tensor.dtype for tensor in pointers))
     launcher(key, grid, (*common, *values, *tail), constants, 4)
 
 
