@@ -156,14 +156,19 @@ def test_torchs_state_dict_options_give_right_answers(
     assert run_ranks(2, _round_trip, "flash", flatten, full, offload, from_first) == [[], []]
 
 
+SPREADS = [("fsdp", 3), ("hsdp", 4), ("fsdp_tp", 4), ("fsdp_tp", 6), ("shard1", 2), ("experts", 4), ("fsdp", 8)]
+WAYS = [(True, False, True, False), (False, True, False, False), (False, True, True, True)]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("placement", "world_size"),
-    [("fsdp", 3), ("hsdp", 4), ("fsdp_tp", 4), ("fsdp_tp", 6), ("shard1", 2), ("experts", 4), ("fsdp", 8)],
-)
-@pytest.mark.parametrize(
-    ("flatten", "full", "offload", "from_first"),
-    [(True, False, True, False), (False, True, False, False), (False, True, True, True)],
+    ("placement", "world_size", "flatten", "full", "offload", "from_first"),
+    [
+        # By turns: CI has each placement in one way, and each way for two or three placements.
+        pytest.param(*spread, *way, marks=[] if (number + turn) % len(WAYS) == 0 else pytest.mark.long)
+        for number, spread in enumerate(SPREADS)
+        for turn, way in enumerate(WAYS)
+    ],
 )
 def test_torchs_state_dict_options_give_right_answers_everywhere(
     placement: str, world_size: int, flatten: bool, full: bool, offload: bool, from_first: bool

@@ -188,7 +188,7 @@ WORLD_CASES = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.full) for n in (1, 2)), 3])
 @pytest.mark.parametrize("case", WORLD_CASES, ids=str)
 def test_same_bits_over_world_sizes(case: Case, world_size: int) -> None:
     """Every row of the table, under both roundings; more placements of fewer options are in test_world_sizes."""

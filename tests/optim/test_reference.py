@@ -396,7 +396,14 @@ def assert_compiled_is_eager(kind: Kind) -> None:
 @needs_compiler
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if str(kind) in ("adamw", "adamw-fp16", "lion", "sgd") else pytest.mark.long)
+        for kind in KINDS
+    ],
+    ids=str,
+)
 def test_compiled_gives_the_bits_of_eager_and_compiles_once(kind: Kind) -> None:
     assert_compiled_is_eager(kind)
 

@@ -249,8 +249,15 @@ def test_the_order_of_named_parameters_leaves_no_trace() -> None:
 # ---------------------------------------------------------------------------------------------- blocks
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize(
+    "bits, rounding",
+    [
+        (8, "stochastic"),
+        (16, "nearest"),
+        pytest.param(8, "nearest", marks=pytest.mark.full),
+        pytest.param(16, "stochastic", marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize("case", [case for case in (*SHARDED, *PLAIN) if 0 not in case.shape], ids=str)
 def test_the_size_of_blocks_leaves_no_trace(case: Case, bits: int, rounding: str) -> None:
     """A parameter stepped in blocks of 32 elements up to all at once: the same bits."""

@@ -76,8 +76,8 @@ def _train_and_signal(values: dict[str, Any], rank_asked: int, step_asked: int, 
     "number, release",
     [
         (signal.SIGTERM, False),
-        pytest.param(signal.SIGINT, False, marks=pytest.mark.full),
-        pytest.param(signal.SIGTERM, True, marks=pytest.mark.full),
+        pytest.param(signal.SIGINT, False, marks=[pytest.mark.full, pytest.mark.long]),
+        pytest.param(signal.SIGTERM, True, marks=[pytest.mark.full, pytest.mark.long]),
         pytest.param(signal.SIGINT, True, marks=pytest.mark.full),
     ],
 )
@@ -207,7 +207,7 @@ def _start(command: list[str]) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("launcher", "number", "code"),
     [
-        ([sys.executable], signal.SIGINT, 130),
+        pytest.param([sys.executable], signal.SIGINT, 130, marks=pytest.mark.long),
         ([sys.executable], signal.SIGTERM, 143),
         (
             [sys.executable, str(ROOT / "launch" / "ranks.py"), "--standalone", "--nproc-per-node", "2"],

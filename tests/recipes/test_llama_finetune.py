@@ -272,6 +272,7 @@ def test_all_gpus_train_save_and_go_on(inputs: dict[str, Any], tmp_path: Path, o
 
 
 @pytest.mark.full
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_default_run_learns_and_both_optimizers_agree(tmp_path: Path) -> None:
     for optimizer in ("flash_adamw", "adamw"):

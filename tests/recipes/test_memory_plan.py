@@ -45,7 +45,9 @@ def _held(config: Config) -> list[dict[str, int]]:
     return [{name: report.row(name).bytes_by_rank[rank] for name in CATEGORIES} for rank in range(world.size)]
 
 
-@pytest.mark.parametrize("config", [Config(), Config(optimizer="adamw"), Config(replicate=2)])
+@pytest.mark.parametrize(
+    "config", [Config(), pytest.param(Config(optimizer="adamw"), marks=pytest.mark.full), Config(replicate=2)]
+)
 def test_states_are_those_of_real_ranks_to_the_byte(config: Config) -> None:
     held = run_ranks(2, _held, config)[0]
     assert [_plan(config, 2, rank).states for rank in range(2)] == held

@@ -138,6 +138,7 @@ def test_a_form_feed_ends_no_line(tmp_path: Path) -> None:
     assert stdlib_functions(tmp_path) == [("def paged(x):\n    return x" + PROMPT_END, "Doc of paged.")]
 
 
+@pytest.mark.full
 def test_the_standard_library_is_there() -> None:
     rows = read_rows("stdlib")
     assert len(rows) > 3000

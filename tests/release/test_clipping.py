@@ -67,10 +67,16 @@ def _exact(kind: str, release: bool, fused: bool | None) -> State:
     return everything(model, optimizer)
 
 
-@pytest.mark.parametrize("kind", ["value", "parameter norm"])
 @pytest.mark.parametrize(
-    "world_size, fused",
-    [(2, None), pytest.param(4, None, marks=pytest.mark.full), pytest.param(2, True, marks=pytest.mark.full)],
+    "world_size, fused, kind",
+    [
+        (2, None, "value"),
+        (2, None, "parameter norm"),
+        pytest.param(4, None, "value", marks=pytest.mark.full),
+        pytest.param(4, None, "parameter norm", marks=pytest.mark.full),
+        pytest.param(2, True, "value", marks=[pytest.mark.full, pytest.mark.long]),
+        pytest.param(2, True, "parameter norm", marks=pytest.mark.full),
+    ],
 )
 def test_values_and_parameter_norms_are_clipped_exactly(kind: str, world_size: int, fused: bool | None) -> None:
     on, off = (run_ranks(world_size, _exact, kind, release, fused) for release in (True, False))

@@ -113,9 +113,13 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 QUICK = ("plain", "plain, tied", "W=2", "W=2, accumulation", "W=4, HSDP, tied, accumulation, checkpointing")
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.full) for case in CASES]
-)
+MARKS: dict[str, list[pytest.MarkDecorator]] = {
+    **{case: [] for case in QUICK},
+    "plain, kernels": [pytest.mark.full, pytest.mark.long],  # as on two ranks, which CI has
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, [pytest.mark.full])) for case in CASES])
 def test_on_is_off(case: str) -> None:
     """pytorch PR 87397, TE#3437 (E53): also with weights tied, modules called twice, unused and frozen parameters."""
     world_size, options = CASES[case]

@@ -340,12 +340,24 @@ def _train_llama(
 
 
 SIZES = [(1,), (2,), (3,), (4,), (2, 2)]
-LARGE_SIZES = [pytest.param(sizes, marks=pytest.mark.full) for sizes in ((6,), (8,), (3, 2), (2, 4))]
+LARGE_SIZES = [(6,), (8,), (3, 2), (2, 4)]
+KEPT = {"bf16": (), "mixed": ("*norm", "lm_head")}
 
 
-@pytest.mark.parametrize("sizes", [*SIZES, *LARGE_SIZES], ids=str)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("keep", [(), ("*norm", "lm_head")], ids=["bf16", "mixed"])
+def _llama_cases() -> list[Any]:
+    """The fast tier, and CI for large meshes, has each mesh with one of the four models, by turns; (2,) with all."""
+    models = [(tied, kept) for kept in KEPT for tied in (False, True)]
+    cases = []
+    for place, sizes in enumerate([*SIZES, *LARGE_SIZES]):
+        marks = [pytest.mark.full, pytest.mark.long] if sizes in LARGE_SIZES else [pytest.mark.full]
+        for number, (tied, kept) in enumerate(models):
+            in_turn = sizes == (2,) or (place + number) % len(models) == 0
+            name = f"{kept}-{'tied' if tied else 'untied'}-{sizes}"
+            cases.append(pytest.param(sizes, tied, KEPT[kept], id=name, marks=marks[:-1] if in_turn else marks))
+    return cases
+
+
+@pytest.mark.parametrize("sizes, tied, keep", _llama_cases())
 def test_a_sharded_llama_trains_as_the_whole_one(sizes: tuple[int, ...], tied: bool, keep: tuple[str, ...]) -> None:
     world_size = torch.Size(sizes).numel()
     for result in run_ranks(world_size, _train_llama, sizes, tied, keep, "none", None):
