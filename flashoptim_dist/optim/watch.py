@@ -31,7 +31,33 @@ class _Changes:
         self.count = 0
 
 
-class ParameterState(dict[str, Any]):
+class _CountedDict(dict[Any, Any]):
+    """What is taken out of a dict is counted in its ``_changes``."""
+
+    __slots__ = ()
+    _changes: _Changes
+
+    def __delitem__(self, key: Any) -> None:
+        self._changes.count += 1
+        super().__delitem__(key)
+
+    def pop(self, *args: Any) -> Any:
+        """See dict."""
+        self._changes.count += 1
+        return super().pop(*args)
+
+    def popitem(self) -> tuple[Any, Any]:
+        """See dict."""
+        self._changes.count += 1
+        return super().popitem()
+
+    def clear(self) -> None:
+        """See dict."""
+        self._changes.count += 1
+        super().clear()
+
+
+class ParameterState(_CountedDict):
     """The state of one parameter: a dict whose changes are counted. Copies are plain dicts, pickles are
     OrderedDicts."""
 
@@ -45,11 +71,7 @@ class ParameterState(dict[str, Any]):
         self._changes.count += 1
         super().__setitem__(name, value)
 
-    def __delitem__(self, name: str) -> None:
-        self._changes.count += 1
-        super().__delitem__(name)
-
-    def __ior__(self, other: Any) -> ParameterState:  # type: ignore[override,misc]
+    def __ior__(self, other: Any) -> ParameterState:  # type: ignore[misc]
         self._changes.count += 1
         super().update(other)
         return self
@@ -64,21 +86,6 @@ class ParameterState(dict[str, Any]):
         self._changes.count += 1
         return super().setdefault(*args)
 
-    def pop(self, *args: Any) -> Any:
-        """See dict."""
-        self._changes.count += 1
-        return super().pop(*args)
-
-    def popitem(self) -> tuple[str, Any]:
-        """See dict."""
-        self._changes.count += 1
-        return super().popitem()
-
-    def clear(self) -> None:
-        """See dict."""
-        self._changes.count += 1
-        super().clear()
-
     def __copy__(self) -> dict[str, Any]:
         return dict(self)
 
@@ -90,7 +97,7 @@ class ParameterState(dict[str, Any]):
         return OrderedDict, (), None, None, iter(self.items())
 
 
-class StateTable(defaultdict[Any, Any]):
+class StateTable(_CountedDict, defaultdict[Any, Any]):
     """``optimizer.state``: the states of all parameters, whose changes are counted, in it and in its dicts.
 
     Dicts put into it are copied to :class:`ParameterState`. Copies and pickles are plain ones.
@@ -117,10 +124,6 @@ class StateTable(defaultdict[Any, Any]):
         is_state = isinstance(value, dict) and isinstance(key, Tensor)
         super().__setitem__(key, ParameterState(value, self._changes) if is_state and not counted else value)
 
-    def __delitem__(self, key: Any) -> None:
-        self._changes.count += 1
-        super().__delitem__(key)
-
     def __ior__(self, other: Any) -> StateTable:  # type: ignore[misc]
         self.update(other)
         return self
@@ -135,21 +138,6 @@ class StateTable(defaultdict[Any, Any]):
         if key not in self:
             self[key] = default
         return self[key]
-
-    def pop(self, *args: Any) -> Any:
-        """See dict."""
-        self._changes.count += 1
-        return super().pop(*args)
-
-    def popitem(self) -> tuple[Any, Any]:
-        """See dict."""
-        self._changes.count += 1
-        return super().popitem()
-
-    def clear(self) -> None:
-        """See dict."""
-        self._changes.count += 1
-        super().clear()
 
     def copy(self) -> defaultdict[Any, Any]:  # type: ignore[override]
         """Return a plain defaultdict of the same states."""
