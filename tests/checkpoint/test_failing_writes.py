@@ -45,8 +45,17 @@ def _full_disk(directory: str, failing: int, limit: int, background: bool) -> tu
     return message, names, found
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize(("failing", "limit"), [(0, 100), (1, 40_000), (1, 0)])
+@pytest.mark.parametrize(
+    ("failing", "limit", "background"),
+    [
+        (0, 100, False),
+        (1, 40_000, True),
+        (1, 0, False),
+        pytest.param(0, 100, True, marks=pytest.mark.full),
+        pytest.param(1, 40_000, False, marks=pytest.mark.full),
+        pytest.param(1, 0, True, marks=pytest.mark.full),
+    ],
+)
 def test_a_full_disk_on_one_rank_ends_all(tmp_path: Path, failing: int, limit: int, background: bool) -> None:
     results = run_ranks(2, _full_disk, str(tmp_path), failing, limit, background)
     assert results[0] == results[1]

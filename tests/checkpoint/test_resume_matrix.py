@@ -26,6 +26,10 @@ WORLD_SIZES = (1, 2, 3, 4, 6, 8)
 Configuration = tuple[str, int]
 CONFIGURATIONS: list[Configuration] = [(p, w) for w in WORLD_SIZES for p in PLACEMENTS if possible(p, w)]
 SLICE: list[Configuration] = [("single", 1), ("fsdp_tp", 2)]
+CI_SLICE: list[Configuration] = [
+    ("single", 1), ("experts", 2), ("shard1", 3), ("hsdp", 4), ("fsdp_tp", 6), ("fsdp", 8),
+]  # fmt: skip
+"""Each number of ranks and each placement, into each other: what CI runs of the matrix."""
 PAIRS = [(1, 2), (2, 3), (3, 4), (4, 6), (6, 8), (8, 1)]
 """Numbers of ranks before and after: each is once an origin and once a target."""
 
@@ -236,6 +240,14 @@ def test_a_slice_of_the_cases(tmp_path: Path, case: str) -> None:
     path = str(tmp_path / "checkpoint")
     saved = _joined(run_ranks(2, save_case, path, case))
     assert differences(saved, _joined(run_ranks(1, load_case, path, case))) == []
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_each_number_of_ranks_and_placement_into_each_other(tmp_path: Path) -> None:
+    assert {world_size for _, world_size in CI_SLICE} == set(WORLD_SIZES)
+    assert {placement for placement, _ in CI_SLICE} == set(PLACEMENTS)
+    assert _run_matrix(tmp_path, CI_SLICE) == [[""] * len(CI_SLICE)] * len(CI_SLICE)
 
 
 @pytest.mark.full

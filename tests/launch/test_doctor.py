@@ -74,6 +74,7 @@ def test_it_tells_of_this_machine() -> None:
         assert not failed or one["fix"], one
 
 
+@pytest.mark.full
 def test_as_text_it_ends_with_the_verdict() -> None:
     done = _doctor(ROOT)
     assert ("Does not run here:" in done.stdout) or ("Runs here:" in done.stdout)

@@ -18,7 +18,12 @@ RANKS = Path(__file__).resolve().parents[2] / "launch" / "ranks.py"
         pytest.param("pass", 0, "", marks=pytest.mark.full),
         ("print('error: no such model', file=sys.stderr); sys.exit(2)", 2, "error: no such model\n"),
         pytest.param("sys.exit(3 if rank == 1 else 0)", 1, "rank 1 ended with exit code 3", marks=pytest.mark.full),
-        ("rank == 1 and os.kill(os.getpid(), signal.SIGKILL)", 1, "rank 1 ended with SIGKILL"),
+        pytest.param(
+            "rank == 1 and os.kill(os.getpid(), signal.SIGKILL)",
+            1,
+            "rank 1 ended with SIGKILL",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_ending(tmp_path: Path, ending: str, code: int, told: str) -> None:

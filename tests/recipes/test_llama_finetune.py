@@ -127,6 +127,7 @@ def test_a_step_that_goes_nan_names_the_last_good_checkpoint(inputs: dict[str, A
     assert run_ranks(2, train, {**values, "resume": "4"}) == [None, None]
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_weights_that_failed_is_not_called_good(inputs: dict[str, Any], tmp_path: Path) -> None:
     values = {**inputs, "output": str(tmp_path), "save_every": 1, "evaluate_every": 0}
     assert run_ranks(2, train, values, 3) == ["cut off", "cut off"]
