@@ -27,10 +27,7 @@ from flashoptim_dist.formats.moments import (
     LARGEST_TOP,
     TOP_SHIFT,
     lattice,
-    lattice_of,
-    pack,
     shift_that_spans,
-    top_of,
 )
 from flashoptim_dist.formats.rounding import (
     HASH_MULTIPLIER,
@@ -40,7 +37,7 @@ from flashoptim_dist.formats.rounding import (
     momentum_noise,
     rotation,
 )
-from flashoptim_dist.formats.spec import MOMENTUM_LEVELS
+from flashoptim_dist.formats.spec import FINEST_SHIFT, MOMENTUM_LEVELS
 from flashoptim_dist.formats.weights import SPLIT_DTYPES
 from flashoptim_dist.optim import definition
 from flashoptim_dist.optim.blocks import Block, MomentTensors
@@ -64,6 +61,9 @@ _EIGHT, _SIXTEEN = _int32(8), _int32(16)
 _TO_BF16_MASK, _SMALLEST_BF16 = _int32(-0x10000), _int32(0x10000)
 
 _ONE, _EXPONENT = _int32(1), _int32(0x3F800000)
+_ZERO, _SEVEN = _int32(0), _int32(7)
+_TOP_SHIFT, _BELOW_TOP_UNIT = _int32(TOP_SHIFT), _int32((1 << TOP_SHIFT) - 1)
+_FINEST, _TOP_IN_FINEST = _int32(FINEST_SHIFT), _int32(1 << (TOP_SHIFT - FINEST_SHIFT))
 
 _MOMENTUM_UNIT, _MOMENTUM_LEVELS = _float32(1.0 / MOMENTUM_LEVELS), _float32(MOMENTUM_LEVELS)
 # With noise, codes are rounded to 1/256 first.
@@ -73,11 +73,11 @@ _MOMENTUM_FINE, _MOMENTUM_ROUNDER = _float32(MOMENTUM_LEVELS * 256.0), _float32(
 def step_block(block: Block, rule: Rule, scratch: Scratch) -> None:
     """Update the weight, the correction and the moments of a block of CPU tensors in place."""
     views = scratch.views(block.weight.numel(), len(block.moments))
-    words = _noise(block, views) if needs_noise(block) else None
     master = load_master(block, views)
     gradient = load_gradient(block, views)
     before = _load_moments(block, views)
     master, after = rule(master, gradient, before, scalar_tensors(block.scalars))
+    words = _noise(block, views) if needs_noise(block) else None
     # The gradient's memory is used again now.
     _store_moments(block, tuple(value.clone() if value is gradient else value for value in after), words, views)
     store_master(block, master, words, views)
@@ -201,6 +201,10 @@ def _load_moments(block: Block, views: Views) -> tuple[Tensor, ...]:
             for other, momentum in zip(block.moments, views.moments, strict=True):
                 if other.signed:
                     momentum.mul_(unit)
+            if int(moment.values.amin()) == 0:
+                # Comparing and selecting cost torch ten times as much as these three passes.
+                some = torch.minimum(views.spare.copy_(moment.values), _ONE, out=views.spare)
+                views.moments[number].view(torch.int32).mul_(some)
     return views.moments
 
 
@@ -213,15 +217,14 @@ def _load_momentum(moment: MomentTensors, views: Views, number: int) -> None:
 
 
 def _load_variance(moment: MomentTensors, views: Views, number: int) -> Tensor:
-    """Decode a variance; return the unit of the momentum, in scratch memory."""
+    """Decode a variance, code 0 as if it were none; return the unit of the momentum, in scratch memory."""
     assert moment.scale is not None
     value, spare = views.moments[number], views.spare
-    bits, (base, shift) = value.view(torch.int32), lattice(moment.scale)
+    bits, index = value.view(torch.int32), views.index.copy_(moment.scale.view(torch.int16))
+    base, _, k, _, _ = torch.index_select(_lattices(), 0, index, out=views.lattices).split(1, dim=1)
     bits.copy_(moment.values)
-    bits.view(-1, GROUP_SIZE).bitwise_left_shift_(shift.unsqueeze(1)).add_(base.unsqueeze(1))
+    bits.view(-1, GROUP_SIZE).bitwise_left_shift_(k).add_(base)
     torch.bitwise_right_shift(bits, _ONE, out=spare).bitwise_and_(_EXPONENT).add_(_EXPONENT)
-    if int(moment.values.amin()) == 0:
-        bits.masked_fill_(moment.values == 0, 0)
     return views.spare_float
 
 
@@ -253,7 +256,7 @@ def _store_momentum(moment: MomentTensors, value: Tensor, words: Tensor | None, 
     size, bits, spare = views.size, views.size_bits, views.spare
     torch.abs(value, out=size)
     groups = torch.amax(views.size_bits_grouped, dim=-1, out=views.groups)
-    if int(groups.max()) > LARGEST_MOMENTUM_SCALE << 16:
+    if views.groups_array.max() > LARGEST_MOMENTUM_SCALE << 16:
         return False
     groups.add_(_LOW_16).bitwise_and_(_TO_BF16_MASK)
     assert moment.scale is not None
@@ -283,30 +286,67 @@ def _store_variance(moment: MomentTensors, value: Tensor, words: Tensor | None, 
     """
     grouped = (-1, GROUP_SIZE)
     bits, spare, rounded = value.view(torch.int32).view(grouped), views.spare.view(grouped), views.size_bits_grouped
-    largest, smallest = torch.amax(bits, dim=-1), torch.amin(bits, dim=-1)
-    least = int(smallest.min())
+    largest = torch.amax(bits, dim=-1, out=views.groups)
+    highest = views.groups_array.max()
+    smallest = torch.amin(bits, dim=-1, out=views.smallest)
+    least = views.smallest_array.min()
     # A NaN can have its sign set.
-    if least < 0 or int(largest.max()) > LARGEST_TOP << TOP_SHIFT:
+    if least < 0 or highest > LARGEST_TOP << TOP_SHIFT:
         return False
     if least == 0:
         # The smallest above zero: one less, as an unsigned number, 0 is the largest.
         torch.sub(bits, _ONE, out=spare).bitwise_xor_(_SIGN_BIT)
-        smallest = torch.amin(spare, dim=-1).bitwise_xor_(_SIGN_BIT).add_(_ONE)
-    top = top_of(largest)
-    shift = shift_that_spans(top, smallest)
-    base, k = (part.unsqueeze(1) for part in lattice_of(top, shift))
-    unit = 1 << k
-    if words is None:
-        torch.add(bits, leading_bits(_rotation(step), k), out=rounded)
-    else:
-        torch.bitwise_right_shift(words.view(grouped), 32 - k, out=spare).bitwise_and_(unit - 1)
-        torch.add(bits, spare, out=rounded)
-    torch.maximum(rounded, base + unit, out=rounded)
+        torch.amin(spare, dim=-1, out=smallest).bitwise_xor_(_SIGN_BIT).add_(_ONE)
+    # What top_of, shift_that_spans and pack do, in few calls.
+    top = largest.add_(_BELOW_TOP_UNIT).bitwise_right_shift_(_TOP_SHIFT)
+    units = torch.mul(top, _TOP_IN_FINEST, out=views.index).sub_(smallest.sub_(_ONE).bitwise_right_shift_(_FINEST))
     if least == 0:
-        torch.where(bits == 0, base, rounded, out=rounded)
-    torch.sub(rounded, base, out=spare).bitwise_right_shift_(k)
-    moment.values.copy_(views.spare)
+        torch.maximum(units, _ZERO, out=units)
+    pattern = torch.index_select(_shifts(), 0, units, out=views.base).add_(top, alpha=8)
     assert moment.scale is not None
-    moment.scale.copy_(pack(top, shift))
+    moment.scale.view(torch.int16).copy_(pattern)
+    base, lowest, k, mask, rest = torch.index_select(_lattices(), 0, pattern, out=views.lattices).split(1, dim=1)
+    if words is None:
+        added = torch.index_select(_added_to_all(step), 0, pattern.bitwise_and_(_SEVEN), out=views.smallest)
+        torch.add(bits, added.unsqueeze(1), out=rounded)
+    else:
+        torch.bitwise_right_shift(words.view(grouped), rest, out=spare).bitwise_and_(mask)
+        torch.add(bits, spare, out=rounded)
+    torch.maximum(rounded, lowest, out=rounded)
+    torch.sub(rounded, base, out=spare)
+    if least == 0:
+        spare.mul_(torch.minimum(bits, _ONE, out=bits))
+        torch.add(spare, base, out=rounded)
+    moment.values.copy_(spare.bitwise_right_shift_(k).view(-1))
     torch.sub(_EXPONENT, rounded.bitwise_right_shift_(_ONE).bitwise_and_(_EXPONENT), out=rounded)
     return True
+
+
+# ------------------------------------------------------------------------------------------- tables
+
+
+@lru_cache(maxsize=64)
+def _added_to_all(step: int) -> Tensor:
+    """Return what a step that rounds to nearest adds to a variance's pattern, int32 [8], by k - FINEST_SHIFT."""
+    shifts = torch.arange(FINEST_SHIFT, FINEST_SHIFT + 8, dtype=torch.int32, device="cpu")
+    return leading_bits(_rotation(step), shifts)
+
+
+@lru_cache(maxsize=1)
+def _shifts() -> Tensor:
+    """Return k - FINEST_SHIFT, int32, by the units between a group's top and its smallest number above zero."""
+    most = LARGEST_TOP << (TOP_SHIFT - FINEST_SHIFT)
+    units = torch.arange(most + 1, dtype=torch.int32, device="cpu")
+    top = torch.tensor(LARGEST_TOP, dtype=torch.int32, device="cpu")
+    return shift_that_spans(top, ((most - units) << FINEST_SHIFT) + 1) - FINEST_SHIFT
+
+
+@lru_cache(maxsize=1)
+def _lattices() -> Tensor:
+    """Return what :func:`lattice` says of every pattern of a scale, int32 [32768, 5]: base, pattern of code 1, k,
+    2**k - 1, 32 - k.
+    """
+    patterns = torch.arange(1 << 15, dtype=torch.int32, device="cpu").to(torch.int16)
+    base, shift = lattice(patterns.view(torch.bfloat16))
+    unit = 1 << shift
+    return torch.stack((base, base + unit, shift, unit - 1, 32 - shift), dim=1)

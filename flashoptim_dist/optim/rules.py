@@ -1,7 +1,8 @@
-"""The update rules: pure fp32 functions of weight, gradient and moments. One definition each; the Triton kernels
-restate them.
+"""The update rules: fp32 functions of weight, gradient and moments. One definition each; the Triton kernels restate
+them.
 
-A rule gets tensors of one shape and the scalars of one parameter, and returns new tensors. The scalars are floats, or
+A rule gets tensors of one shape and the scalars of one parameter. It overwrites the weight and the moments, never the
+gradient: new tensors of a block's size would cost a CPU as much again, in page faults. The scalars are floats, or
 0-dim fp64 tensors for those that are neither 0 nor 1, so that the compiled CPU step can take other values without
 compiling again: a rule compares them through :func:`differs` alone. It knows nothing of formats, sharding or devices.
 All are written without fused multiply-adds (lerp, addcmul, addcdiv), whose vector tails would make bits depend on the
@@ -24,7 +25,7 @@ from torch import Tensor
 from flashoptim_dist.formats.exact import square_root
 
 Rule = Callable[[Tensor, Tensor, tuple[Tensor, ...], Any], tuple[Tensor, tuple[Tensor, ...]]]
-"""(weight, gradient, moments, scalars) -> (new weight, new moments), all fp32 and of one shape."""
+"""(weight, gradient, moments, scalars) -> (new weight, new moments), fp32, of one shape, in the memory of the old."""
 
 
 def differs(scalar: float | Tensor, neutral: float) -> bool:
@@ -110,16 +111,15 @@ def adam_update(
     momentum, variance = moments
     if differs(scalars.l2, 0.0):
         gradient = gradient + weight * scalars.l2
-    momentum = momentum * scalars.beta1
-    momentum += gradient * (1.0 - scalars.beta1)
-    variance = variance * scalars.beta2
-    variance += (gradient * gradient).mul_(1.0 - scalars.beta2)
-    denominator = square_root(variance).div_(scalars.correction2).add_(scalars.eps)
-    update = torch.div(momentum, denominator, out=denominator).mul_(scalars.step_size)
+    spare = gradient * (1.0 - scalars.beta1)
+    momentum.mul_(scalars.beta1).add_(spare)
+    torch.mul(gradient, gradient, out=spare).mul_(1.0 - scalars.beta2)
+    variance.mul_(scalars.beta2).add_(spare)
+    square_root(variance, out=spare).div_(scalars.correction2).add_(scalars.eps)
+    torch.div(momentum, spare, out=spare).mul_(scalars.step_size)
     if differs(scalars.decay, 1.0):
-        weight = weight * scalars.decay
-        return weight.sub_(update), (momentum, variance)
-    return weight - update, (momentum, variance)
+        weight.mul_(scalars.decay)
+    return weight.sub_(spare), (momentum, variance)
 
 
 @dataclass(frozen=True)
@@ -162,11 +162,12 @@ def lion_update(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """One step of Lion (Chen et al., arXiv 2302.06675, Algorithm 2): the sign of an interpolated momentum."""
     (momentum,) = moments
-    direction = torch.sign(momentum * scalars.beta1 + gradient * (1.0 - scalars.beta1))
-    momentum = momentum * scalars.beta2 + gradient * (1.0 - scalars.beta2)
+    spare = gradient * (1.0 - scalars.beta1)
+    direction = (momentum * scalars.beta1).add_(spare).sign_()
+    momentum.mul_(scalars.beta2).add_(torch.mul(gradient, 1.0 - scalars.beta2, out=spare))
     if differs(scalars.decay, 1.0):
-        weight = weight * scalars.decay
-    return weight - direction * scalars.lr, (momentum,)
+        weight.mul_(scalars.decay)
+    return weight.sub_(direction.mul_(scalars.lr)), (momentum,)
 
 
 @dataclass(frozen=True)
@@ -216,12 +217,12 @@ def sgd_update(
     direction = gradient
     if moments:
         (momentum,) = moments
-        momentum = momentum * scalars.momentum + gradient * scalars.gain
-        direction = gradient + momentum * scalars.momentum if scalars.nesterov else momentum
-        moments = (momentum,)
+        spare = gradient * scalars.gain
+        momentum.mul_(scalars.momentum).add_(spare)
+        direction = torch.mul(momentum, scalars.momentum, out=spare).add_(gradient) if scalars.nesterov else momentum
     if differs(scalars.decay, 1.0):
-        weight = weight * scalars.decay
-    return weight - direction * scalars.lr, moments
+        weight.mul_(scalars.decay)
+    return weight.sub_(direction * scalars.lr), moments
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ class Views:
     """Buffers for a block of one length, flat. ``_bits`` names are the int32 patterns of the fp32 buffer before.
 
     ``size`` shares memory with ``gradient``: a step is done with the gradient when it encodes. ``ramp``: the hash
-    inputs of elements 0, 1, 2, ...; ``lanes``: its first 32; ``groups``: one int32 per group.
+    inputs of elements 0, 1, 2, ...; ``lanes``: its first 32. ``groups``, ``index``, ``base``, ``smallest``: one int32
+    per group; ``lattices``: five.
     """
 
     words: Tensor
@@ -40,6 +41,12 @@ class Views:
     moments: tuple[Tensor, ...]
     moments_grouped: tuple[Tensor, ...]
     groups: Tensor
+    groups_array: np.ndarray[Any, Any]
+    index: Tensor
+    base: Tensor
+    smallest: Tensor
+    smallest_array: np.ndarray[Any, Any]
+    lattices: Tensor
     scales_grouped: Tensor
     ramp: Tensor
     group_ramp: Tensor
@@ -73,7 +80,7 @@ class Scratch:
             self._views = {}
             self._ramp = torch.arange(padded, dtype=torch.int32, device="cpu") * as_int32(HASH_STRIDE)
             self._group_ramp = self._ramp[::GROUP_SIZE].clone()
-            self._groups = torch.empty(padded // GROUP_SIZE, dtype=torch.int32, device="cpu")
+            self._groups = torch.empty(9, padded // GROUP_SIZE, dtype=torch.int32, device="cpu")
         while len(self._buffers) < 4 + moments:
             self._buffers.append(torch.empty(self._capacity, dtype=torch.int32, device="cpu"))
         if len(self._views) >= _MOST_SIZES:
@@ -81,7 +88,7 @@ class Scratch:
         groups = elements // GROUP_SIZE
         words, spare, master, size, *values = (buffer[:elements] for buffer in self._buffers)
         floats = [value.view(torch.float32) for value in values[:moments]]
-        group_bits = self._groups[:groups]
+        group_bits, index, base, smallest = (row[:groups] for row in self._groups[:4])
 
         def grouped(tensor: Tensor) -> Tensor:
             return tensor[: groups * GROUP_SIZE].view(groups, GROUP_SIZE)
@@ -102,6 +109,12 @@ class Scratch:
             moments=tuple(floats),
             moments_grouped=tuple(map(grouped, floats)),
             groups=group_bits,
+            groups_array=group_bits.numpy(),
+            index=index,
+            base=base,
+            smallest=smallest,
+            smallest_array=smallest.numpy(),
+            lattices=self._groups[4:].view(-1)[: 5 * groups].view(groups, 5),
             scales_grouped=group_bits.view(torch.float32).view(-1, 1),
             ramp=self._ramp[:elements],
             group_ramp=self._group_ramp[:groups],

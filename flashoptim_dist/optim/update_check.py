@@ -144,7 +144,7 @@ def counting(rule: Rule, counter: Tensor, dtype: torch.dtype, correction_bits: i
     """Return the rule, made to add to ``counter``.
 
     Args:
-        rule: see ``optim.rules``; it must leave its arguments as they are.
+        rule: see ``optim.rules``.
         counter: int64 [2].
         dtype: of the stored weight.
         correction_bits: 8, 16 or 0.
@@ -154,11 +154,12 @@ def counting(rule: Rule, counter: Tensor, dtype: torch.dtype, correction_bits: i
     def counted(
         weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: object
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        old = weight.clone()
         new, after = rule(weight, gradient, moments, scalars)
         updated = (after[0] if after else gradient) != 0
         stored = new if stochastic and dtype in SPLIT_DTYPES else _stored(new, dtype, correction_bits)
         counter[0] += updated.sum()
-        counter[1] += (updated & (stored == weight)).sum()
+        counter[1] += (updated & (stored == old)).sum()
         return new, after
 
     return counted

@@ -33,6 +33,7 @@ from shapes import MODELS, SMOKE_MODELS, Shape
 from torch import Tensor, nn
 
 import flashoptim_dist as fod
+from flashoptim_dist.optim import cpu_backend
 
 BYTES_PER_ELEMENT = 12.25
 """What the compressed step must move: 7.125 read, 5.125 written (bf16 weight and gradient, 24-bit master)."""
@@ -82,11 +83,15 @@ Maker = Callable[[list[nn.Parameter]], Any]
 
 @dataclass
 class Optimizer:
-    """An optimizer to time: how to make it, and the dtype of its parameters and gradients."""
+    """An optimizer to time: how to make it, and the dtype of its parameters and gradients.
+
+    ``cpu_backend``: how ours steps CPU tensors.
+    """
 
     name: str
     dtype: torch.dtype
     make: Maker
+    cpu_backend: Literal["auto", "eager"] = "auto"
 
 
 def optimizers(config: Config, device: torch.device) -> list[Optimizer]:
@@ -109,7 +114,11 @@ def optimizers(config: Config, device: torch.device) -> list[Optimizer]:
         Optimizer("torch AdamW foreach bf16", bf16, torch_adamw(foreach=True)),
     ]
     if not on_gpu:
-        found.append(Optimizer("torch AdamW default fp32", fp32, torch_adamw()))
+        found += [
+            Optimizer("torch AdamW default fp32", fp32, torch_adamw()),
+            Optimizer("flashoptim_dist eager nearest", bf16, ours("nearest"), "eager"),
+            Optimizer("flashoptim_dist eager stochastic", bf16, ours("stochastic"), "eager"),
+        ]
     if config.prototype is not None and on_gpu:
         sys.path.insert(0, str(config.prototype))
         found += [
@@ -228,6 +237,8 @@ def measure(optimizer: Optimizer, name: str, shapes: list[Shape], bandwidth: flo
     allocated = torch.cuda.memory_allocated if device.type == "cuda" else lambda: 0
     gc.collect()  # what the last run left would be counted as freed by this one
     start = allocated()
+    backend = cpu_backend()
+    cpu_backend(optimizer.cpu_backend)
     try:
         parameters = make_parameters(shapes, optimizer.dtype, device)
         made = optimizer.make(parameters)
@@ -240,6 +251,8 @@ def measure(optimizer: Optimizer, name: str, shapes: list[Shape], bandwidth: flo
             result.device_ms = graph_time(made.step, device, config.repetitions)
     except Exception as error:  # a peer that fails is a row of the table, not the end of the run
         result.error = f"{type(error).__name__}: {str(error)[:120]}"
+    finally:
+        cpu_backend(backend)
     return result
 
 
