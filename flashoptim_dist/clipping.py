@@ -7,10 +7,13 @@ stays on the device, and the next ``step()`` multiplies by it as it reads the gr
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,15 +80,16 @@ def clip_grad_norm_(
     optimizers, parameters = _resolve(parameters_or_optimizer)
     ours = [optimizer for optimizer in optimizers if isinstance(optimizer, FlashOptimizer)]
     lazy = bool(optimizers) and len(ours) == len(optimizers)
-    norm = _global_norm(parameters, ours[0] if ours else None, math.isinf(float(norm_type)), pp_group)
+    norm = _global_norm(parameters, ours, math.isinf(float(norm_type)), pp_group)
     earlier = ours[0].clip_coefficient if lazy else None
     if earlier is not None:
         norm = norm * earlier.to(norm.device)
-    coefficient = (float(max_norm) / (norm + _EPSILON)).clamp(max=1.0)
+    coefficient = (norm + _EPSILON).reciprocal_().mul_(float(max_norm)).clamp_(max=1.0)
     if lazy:
         if earlier is not None:
             coefficient = coefficient * earlier.to(norm.device)
-        coefficient = torch.where(torch.isfinite(norm), coefficient, math.nan).float()
+        # A norm is not negative, and NaN is not less than anything: isfinite in one operation instead of four.
+        coefficient = torch.where(norm < math.inf, coefficient, math.nan).float()
         for optimizer in ours:
             optimizer.clip_coefficient = coefficient
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
@@ -119,7 +123,8 @@ def _resolve(given: ParametersOrOptimizer) -> tuple[list[torch.optim.Optimizer],
         raise TypeError(f"give parameters, or optimizers, not {kinds}")
     for optimizer in optimizers:
         parameters += [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return optimizers, list(dict.fromkeys(parameters))
+    # A tensor's own hash goes through Python, and costs the host ten times as much.
+    return optimizers, list({id(parameter): parameter for parameter in parameters}.values())
 
 
 # ---------------------------------------------------------------------- the norm
@@ -130,15 +135,17 @@ class MeshSums:
     """Which mesh and replication belong to each bucket; ``buckets`` says which bucket each gradient goes into.
 
     Derived from the parameters alone, those without a gradient included, so that all ranks of a mesh take part in its
-    reduction. Bucket 0 holds plain tensors.
+    reduction. Bucket 0 holds plain tensors, of which there may be none.
     """
 
+    has_plain: bool = False
     meshes: list[DeviceMesh] = field(default_factory=list)
     keys: dict[tuple[int, int], int] = field(default_factory=lambda: {(-1, 1): 0})
 
     def bucket(self, tensor: Tensor) -> int:
         """Return the bucket of a tensor's squares: its mesh, and on how many ranks of it the same ones lie."""
         if not isinstance(tensor, DTensor):
+            self.has_plain = True
             return 0
         mesh = tensor.device_mesh
         if mesh not in self.meshes:
@@ -151,50 +158,186 @@ class MeshSums:
     def total(self, sums: Tensor, infinity: bool) -> Tensor:
         """Reduce the buckets' sums over their meshes; return the sum over all, fp64, 0-dim. All ranks must call."""
         parts = sums.unbind()
-        total = parts[0]
+        total = parts[0] if self.has_plain or not self.meshes else None
         for number, mesh in enumerate(self.meshes):
-            mine = [(parts[bucket], key[1]) for key, bucket in self.keys.items() if key[0] == number]
-            if infinity:
-                value = torch.stack([part for part, _ in mine]).max()
-            else:
-                # Every replica counts for its part of one, so that all ranks of the mesh get the same number, even
-                # where replicas differ.
-                value = torch.stack([part / replicas for part, replicas in mine]).sum()
+            # Every replica counts for its part of one, so that all ranks of the mesh get the same number, even where
+            # replicas differ.
+            mine = [
+                parts[bucket] if infinity or replicas == 1 else parts[bucket] / replicas
+                for (of_mesh, replicas), bucket in self.keys.items()
+                if of_mesh == number
+            ]
+            value = mine[0]
+            if len(mine) > 1:
+                value = torch.stack(mine).max() if infinity else torch.stack(mine).sum()
             groups = mesh.get_all_groups() if mesh.get_coordinate() is not None else []
             value = reduce_over(value, [group for group in groups if dist.get_world_size(group) > 1], infinity)
-            total = torch.maximum(total, value) if infinity else total + value
+            if total is None:
+                total = value
+            else:
+                total = torch.maximum(total, value) if infinity else total + value
+        assert total is not None
         return total
 
 
 def reduce_over(value: Tensor, groups: Sequence[dist.ProcessGroup], infinity: bool) -> Tensor:
-    """All-reduce a tensor over one group after the other, on a device that the group serves; return it on its own."""
-    operation = dist.ReduceOp.MAX if infinity else dist.ReduceOp.SUM
+    """All-reduce a norm's part (fp64, 0-dim, not negative) over one group after the other, on a device that the group
+    serves; return it on its own. All ranks of the groups must call.
+    """
     for group in groups:
         devices = group._device_types
         moved = value if value.device in devices or value.device.type in {d.type for d in devices} else None
         if moved is None:
             moved = value.to(torch.device(devices[0].type, torch.accelerator.current_device_index()))
-        # NaN is lost in some backends' maximum: it travels as a flag of its own.
-        packed = torch.stack([moved.nan_to_num(nan=0.0, posinf=math.inf), moved.isnan().to(moved.dtype)])
-        dist.all_reduce(packed, op=operation, group=group)
-        value = torch.where(packed[1] > 0, math.nan, packed[0]).to(value.device)
+        if infinity:
+            # NaN is lost in some backends' maximum. As integers, magnitudes are in order and NaN is above Inf.
+            packed = moved.abs().view(torch.int64)
+            dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=group)
+            value = packed.view(torch.float64).to(value.device)
+        else:
+            # Two elements: backends may add up the ranks in another order, to other bits, where they are given one.
+            packed = torch.stack([moved, moved])
+            dist.all_reduce(packed, op=dist.ReduceOp.SUM, group=group)
+            value = packed[0].to(value.device)
     return value
 
 
-_plans: weakref.WeakKeyDictionary[FlashOptimizer, dict[tuple[torch.device, bool], NormPlan]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Norm plans of optimizers, kept from step to step."""
+class _Known:
+    """What the last norm of some parameters was taken from, so that the next one need not look at each again.
+
+    It keeps types, specs and norm plans, as one list per attribute, and no tensors: neither gradients nor parameters
+    live longer for it.
+
+    Args:
+        parameters: as :func:`_resolve` gives them.
+        locals_: this rank's part of each gradient there is, in order.
+        meshes: of all of them.
+        plans: by device.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        locals_: Sequence[Tensor],
+        meshes: MeshSums,
+        plans: dict[torch.device, NormPlan],
+    ) -> None:
+        self.meshes, self.plans = meshes, plans
+        all_gradients = [parameter.grad for parameter in parameters]
+        gradients = [gradient for gradient in all_gradients if gradient is not None]
+        self._types = [*map(type, parameters), *map(type, all_gradients)]
+        self._parameter_is_sharded = [isinstance(parameter, DTensor) for parameter in parameters]
+        self._is_sharded = [isinstance(gradient, DTensor) for gradient in gradients]
+        self._specs = self._specs_of(parameters, gradients)
+        self._missing = [row for row, gradient in enumerate(all_gradients) if gradient is None]
+        self._of_missing = [_form_without_gradient(parameters[row]) for row in self._missing]
+        self._devices = [local.device for local in locals_]
+        self._rows = {d: [row for row, other in enumerate(self._devices) if other == d] for d in plans}
+        # Partial gradients are reduced in each call; what other tensors than plain ones hold is looked at every time.
+        self._is_usual = all(type(local) is Tensor for local in locals_) and not any(map(_is_partial, gradients))
+
+    def _specs_of(self, parameters: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+        if all(self._parameter_is_sharded) and all(self._is_sharded):
+            return [p._spec for p in parameters] + [g._spec for g in gradients]
+        chosen = [*compress(parameters, self._parameter_is_sharded), *compress(gradients, self._is_sharded)]
+        return [tensor._spec for tensor in chosen]
+
+    def sums(self, parameters: Sequence[Tensor], infinity: bool) -> Tensor | None:
+        """Return the buckets' sums, fp64 [buckets], or None if anything but the gradients' addresses changed.
+
+        What is compared decides alone over buckets and plans: that parameters are others does not matter.
+        """
+        if not self._is_usual:
+            return None
+        # Attributes of DTensors cost three times as much while torch looks for their __torch_function__.
+        with torch._C.DisableTorchFunctionSubclass():
+            gradients: list[Any] = [parameter.grad for parameter in parameters]
+            if [*map(type, parameters), *map(type, gradients)] != self._types:
+                return None
+            if self._missing:
+                gradients = [gradient for gradient in gradients if gradient is not None]
+                if [_form_without_gradient(parameters[row]) for row in self._missing] != self._of_missing:
+                    return None
+            specs = self._specs_of(parameters, gradients)
+            if not all(map(operator.is_, specs, self._specs)):
+                for spec, kept in zip(specs, self._specs, strict=True):
+                    if spec.mesh is not kept.mesh or spec.placements != kept.placements:
+                        return None
+                self._specs = specs
+            if all(self._is_sharded):
+                locals_ = [gradient._local_tensor for gradient in gradients]
+            else:
+                pairs = zip(gradients, self._is_sharded, strict=True)
+                locals_ = [gradient._local_tensor if sharded else gradient for gradient, sharded in pairs]
+            if not {Tensor}.issuperset(map(type, locals_)) or [local.device for local in locals_] != self._devices:
+                return None
+            chosen: list[tuple[NormPlan, list[Tensor], list[int]]] = []
+            for device, plan in self.plans.items():
+                of_device = locals_ if len(self.plans) == 1 else [locals_[row] for row in self._rows[device]]
+                addresses = plan.addresses_if_same(of_device)
+                if addresses is None:
+                    return None
+                chosen.append((plan, of_device, addresses))
+        for row in self._missing:
+            if parameters[row].requires_grad:
+                _check_not_released(parameters[row])
+        return _add_up([plan.sums(tensors, addresses) for plan, tensors, addresses in chosen], infinity)
+
+
+def _form_without_gradient(parameter: Tensor) -> tuple[bool, torch.device]:
+    return parameter.requires_grad, local_tensor(parameter).device
+
+
+def _is_partial(gradient: Tensor) -> bool:
+    return isinstance(gradient, DTensor) and any(isinstance(placement, Partial) for placement in gradient.placements)
+
+
+def _add_up(sums: Sequence[Tensor], infinity: bool) -> Tensor | None:
+    """Return the sums of several devices together, on the first; None for no device."""
+    total: Tensor | None = None
+    for found in sums:
+        if total is None:
+            total = found
+        else:
+            found = found.to(total.device)
+            total = torch.maximum(total, found) if infinity else total + found
+    return total
+
+
+_known: weakref.WeakKeyDictionary[FlashOptimizer, dict[tuple[bool, int], _Known]] = weakref.WeakKeyDictionary()
+"""By the first of the optimizers given, the norm and how many there are; kept from step to step."""
 
 
 def _global_norm(
     parameters: Sequence[Tensor],
-    optimizer: FlashOptimizer | None,
+    optimizers: Sequence[FlashOptimizer],
     infinity: bool,
     pp_group: dist.ProcessGroup | DeviceMesh | None,
 ) -> Tensor:
     """Return the norm of all gradients, fp64, 0-dim, on the first gradient's device."""
+    kept = _known.setdefault(optimizers[0], {}) if optimizers else {}
+    key = (infinity, len(optimizers))
+    known = kept.get(key)
+    sums = known.sums(parameters, infinity) if known is not None else None
+    if sums is None or known is None:
+        sums, known = _sums_and_plans(parameters, optimizers, infinity, known.plans if known is not None else {})
+        kept[key] = known
+    total = known.meshes.total(sums, infinity)
+    if pp_group is not None:
+        groups = [pp_group] if isinstance(pp_group, dist.ProcessGroup) else pp_group.get_all_groups()
+        total = reduce_over(total, groups, infinity)
+    return total if infinity else total.sqrt()
+
+
+def _sums_and_plans(
+    parameters: Sequence[Tensor],
+    optimizers: Sequence[FlashOptimizer],
+    infinity: bool,
+    earlier: dict[torch.device, NormPlan],
+) -> tuple[Tensor, _Known]:
+    """Look at every parameter and gradient; return the buckets' sums, fp64 [buckets], and what they came from."""
     meshes = MeshSums()
+    locals_: list[Tensor] = []
     by_device: dict[torch.device, tuple[list[Tensor], list[int]]] = {}
     for parameter in parameters:
         if not parameter.requires_grad and parameter.grad is None:
@@ -211,28 +354,19 @@ def _global_norm(
         gradients, buckets = by_device.setdefault(local.device, ([], []))
         gradients.append(local)
         buckets.append(bucket)
+        locals_.append(local)
     count = len(meshes.keys)
-    sums: Tensor | None = None
-    kept = _plans.setdefault(optimizer, {}) if optimizer is not None else {}
+    plans: dict[torch.device, NormPlan] = {}
     for device, (gradients, buckets) in by_device.items():
-        plan = kept.get((device, infinity))
+        plan = earlier.get(device)
         if plan is None or not plan.fits(gradients, buckets, count):
-            fused = optimizer._fused if optimizer is not None else None
+            fused = optimizers[0]._fused if optimizers else None
             plan = NormPlan(gradients, buckets, count, device, infinity=infinity, fused=fused)
-            kept[device, infinity] = plan
-        found = plan.sums(gradients)
-        if sums is None:
-            sums = found
-        else:
-            found = found.to(sums.device)
-            sums = torch.maximum(sums, found) if infinity else sums + found
+        plans[device] = plan
+    sums = _add_up([plans[device].sums(gradients) for device, (gradients, _) in by_device.items()], infinity)
     if sums is None:
         sums = torch.zeros(count, dtype=torch.float64)
-    total = meshes.total(sums, infinity)
-    if pp_group is not None:
-        groups = [pp_group] if isinstance(pp_group, dist.ProcessGroup) else pp_group.get_all_groups()
-        total = reduce_over(total, groups, infinity)
-    return total if infinity else total.sqrt()
+    return sums, _Known(parameters, locals_, meshes, plans)
 
 
 def _local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
@@ -247,7 +381,7 @@ def _local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
             f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient; build its embedding with "
             "sparse=False"
         )
-    if isinstance(gradient, DTensor) and any(isinstance(p, Partial) for p in gradient.placements):
+    if isinstance(gradient, DTensor) and _is_partial(gradient):
         placements = [Replicate() if isinstance(p, Partial) else p for p in gradient.placements]
         gradient = gradient.redistribute(placements=placements)
     return local_tensor(gradient)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
@@ -59,6 +60,7 @@ class NormLaunch:
         self._ranges = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
         self._segments, self._tasks, self._infinity = segments, tasks, infinity
         self._partials = torch.zeros(tasks.shape[0], dtype=torch.float64, device=device)
+        self._prepared: Callable[[], None] | None = None
 
     def run(self) -> Tensor:
         """Launch; return the result per bucket: fp64 [buckets]."""
@@ -66,9 +68,14 @@ class NormLaunch:
         results = torch.empty(self._ranges.shape[0], dtype=torch.float64, device=device)
         # Triton launches on the current device, wherever the tensors are.
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            constants = {"INFINITY_NORM": self._infinity, "BLOCK": self.block}
-            arguments = (self._segments, self._tasks, self._partials)
-            _NORM((device, self._infinity), (self._tasks.shape[0],), arguments, constants, _WARPS)
+            if self._prepared is not None:
+                self._prepared()
+            else:
+                constants = {"INFINITY_NORM": self._infinity, "BLOCK": self.block}
+                launch = ((device, self._infinity), (self._tasks.shape[0],))
+                arguments = (self._segments, self._tasks, self._partials)
+                _NORM(*launch, arguments, constants, _WARPS)
+                self._prepared = _NORM.prepared(*launch, arguments, constants)
             constants = {"INFINITY_NORM": self._infinity, "BLOCK": _FINISH_BLOCK}
             finish = (self._partials, self._ranges, results)
             _FINISH((device, self._infinity), (self._ranges.shape[0],), finish, constants, 4)
