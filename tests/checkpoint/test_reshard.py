@@ -49,13 +49,18 @@ def _load(path: str, kind: str, placement: str) -> dict[str, Tensor]:
     return loaded | {f"later.{name}": value for name, value in gathered(net, optimizer).items()}
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k == "flash" else pytest.mark.full) for k in OPTIMIZERS])
+def _marks(kind: str, case: tuple[str, int, str, int]) -> list[pytest.MarkDecorator]:
+    if kind == "flash":
+        return [] if case in QUICK else [pytest.mark.full]
+    return [pytest.mark.full] if case in QUICK else [pytest.mark.full, pytest.mark.long]
+
+
 @pytest.mark.parametrize(
-    "before, ranks_before, after, ranks_after",
-    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.full) for case in CASES],
+    "before, ranks_before, after, ranks_after, kind",
+    [pytest.param(*case, kind, marks=_marks(kind, case)) for case in CASES for kind in OPTIMIZERS],
 )
 def test_states_and_later_steps_are_bit_equal(
-    tmp_path: Path, kind: str, before: str, ranks_before: int, after: str, ranks_after: int
+    tmp_path: Path, before: str, ranks_before: int, after: str, ranks_after: int, kind: str
 ) -> None:
     """A4, A6, B22, C35 of the collected bug reports: states misread or refused on other ranks or placements."""
     path = str(tmp_path / "checkpoint")

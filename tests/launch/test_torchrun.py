@@ -17,7 +17,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.recipes.inputs import write_rows
+from tests.pool import run_ranks
+from tests.recipes.inputs import small_run
+from tests.recipes.runs import train
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ROOT / "launch" / "torchrun"
@@ -160,13 +162,11 @@ def _weights(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
 def test_a_node_that_is_lost_comes_back_and_the_run_ends_with_the_same_weights(
     nodes: list[Node], tmp_path: Path
 ) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl")
-    options = [*("--data", str(rows), "--sequence-length", "64", "--global-batch", "4", "--steps", "12")]
-    options += ["--save-every", "3", "--evaluate-every", "0", "--sample-tokens", "0", "--device", "cpu"]
+    values = {**small_run(tmp_path), "steps": 12, "save_every": 3, "evaluate_every": 0, "sample_tokens": 0}
+    options = [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     logs = ["--logs", str(tmp_path / "logs")]
     whole, lost, log = tmp_path / "whole", tmp_path / "lost", tmp_path / "agents.log"
-    done = _run("--ranks", "2", *logs, RECIPE, *options, "--output", str(whole))
-    assert done.returncode == 0, done.stderr
+    assert run_ranks(2, train, {**values, "output": str(whole)}) == [None, None]
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

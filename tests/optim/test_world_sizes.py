@@ -77,11 +77,20 @@ WORLDS = [
 ]
 EVERY_WORLD = ("fewer rows than ranks", "partial groups", "vector shorter than ranks", "convolution", "hybrid")
 """Cases that meet each of their meshes in the fast tier. The others meet only their largest there."""
-IN_TIERS = [
-    world if case.name in EVERY_WORLD or sizes == case.meshes[-1] else pytest.param(*world.values, id=world.id, marks=f)
-    for f in [pytest.mark.full]
-    for world, (case, sizes) in zip(WORLDS, ((case, sizes) for case in SHARDED for sizes in case.meshes), strict=True)
-]
+
+
+def _held_back(mark: pytest.MarkDecorator) -> list[Any]:
+    """All of WORLDS, those that the fast tier leaves out with this mark."""
+    meetings = [(case, sizes) for case in SHARDED for sizes in case.meshes]
+    return [
+        world
+        if case.name in EVERY_WORLD or sizes == case.meshes[-1]
+        else pytest.param(*world.values, id=world.id, marks=mark)
+        for world, (case, sizes) in zip(WORLDS, meetings, strict=True)
+    ]
+
+
+IN_TIERS, OTHERS_IN_TIERS = _held_back(pytest.mark.full), _held_back(pytest.mark.long)
 
 
 @pytest.mark.parametrize("case, world_size", IN_TIERS)
@@ -109,7 +118,7 @@ def others_alone(case: Case) -> dict[str, State]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case, world_size", WORLDS)
+@pytest.mark.parametrize("case, world_size", OTHERS_IN_TIERS)
 def test_states_of_other_optimizers_do_not_depend_on_the_world_size(case: Case, world_size: int) -> None:
     results = run_ranks(world_size, train, case, OTHERS, world_size)
     assert_same_states(results[0], others_alone(case))

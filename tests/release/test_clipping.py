@@ -75,7 +75,7 @@ def _exact(kind: str, release: bool, fused: bool | None) -> State:
         pytest.param(4, None, "value", marks=pytest.mark.full),
         pytest.param(4, None, "parameter norm", marks=pytest.mark.full),
         pytest.param(2, True, "value", marks=[pytest.mark.full, pytest.mark.long]),
-        pytest.param(2, True, "parameter norm", marks=pytest.mark.full),
+        pytest.param(2, True, "parameter norm", marks=[pytest.mark.full, pytest.mark.long]),
     ],
 )
 def test_values_and_parameter_norms_are_clipped_exactly(kind: str, world_size: int, fused: bool | None) -> None:

@@ -345,15 +345,22 @@ KEPT = {"bf16": (), "mixed": ("*norm", "lm_head")}
 
 
 def _llama_cases() -> list[Any]:
-    """The fast tier, and CI for large meshes, has each mesh with one of the four models, by turns; (2,) with all."""
+    """The fast tier, and CI for large meshes, has each mesh with one of the four models, by turns; (2,) with all.
+
+    The rest is for the longest tier.
+    """
     models = [(tied, kept) for kept in KEPT for tied in (False, True)]
     cases = []
     for place, sizes in enumerate([*SIZES, *LARGE_SIZES]):
-        marks = [pytest.mark.full, pytest.mark.long] if sizes in LARGE_SIZES else [pytest.mark.full]
+        own = [pytest.mark.full] if sizes in LARGE_SIZES else []
         for number, (tied, kept) in enumerate(models):
             in_turn = sizes == (2,) or (place + number) % len(models) == 0
             name = f"{kept}-{'tied' if tied else 'untied'}-{sizes}"
-            cases.append(pytest.param(sizes, tied, KEPT[kept], id=name, marks=marks[:-1] if in_turn else marks))
+            cases.append(
+                pytest.param(
+                    sizes, tied, KEPT[kept], id=name, marks=own if in_turn else [pytest.mark.full, pytest.mark.long]
+                )
+            )
     return cases
 
 
