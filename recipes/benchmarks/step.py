@@ -14,6 +14,7 @@ import datetime
 import gc
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import statistics
 import subprocess
@@ -37,6 +38,8 @@ from flashoptim_dist.optim import cpu_backend
 
 BYTES_PER_ELEMENT = 12.25
 """What the compressed step must move: 7.125 read, 5.125 written (bf16 weight and gradient, 24-bit master)."""
+
+WARM_UP_SECONDS = 0.2
 
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
@@ -173,9 +176,13 @@ def synchronize(device: torch.device) -> None:
 
 def step_times(step: Callable[[], Any], device: torch.device, repetitions: int) -> tuple[float, float]:
     """Return (median step, median host time of step()) in ms."""
-    for _ in range(min(5, repetitions)):
+    begin = time.perf_counter()
+    for number in itertools.count(1):
         step()
-    synchronize(device)
+        synchronize(device)
+        # A few quick steps leave the clocks, and the caches that a compilation has emptied, as they were.
+        if number >= min(5, repetitions) and (device.type != "cuda" or time.perf_counter() - begin > WARM_UP_SECONDS):
+            break
     steps, hosts = [], []
     for _ in range(repetitions):
         if device.type == "cuda":
