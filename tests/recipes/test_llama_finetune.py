@@ -260,10 +260,15 @@ def test_torchrun_trains_and_saves(inputs: dict[str, Any], tmp_path: Path) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "options",
-    [[], ["--optimizer", "adamw"], ["--gradient-release"], ["--gradient-release", "--compile"]],
+    [
+        *([], ["--optimizer", "adamw"], ["--gradient-release"], ["--gradient-release", "--compile"]),
+        *(["--replicate", "2"], ["--replicate", "2", "--gradient-release"]),
+    ],
     ids=lambda options: " ".join(options) or "as it is",
 )
 def test_all_gpus_train_save_and_go_on(inputs: dict[str, Any], tmp_path: Path, options: list[str]) -> None:
+    if "--replicate" in options and torch.cuda.device_count() % 2:
+        pytest.skip("two replicas need an even number of GPUs")
     values = {**inputs, "steps": 4, "device": "cuda", "output": str(tmp_path)}
     for _ in range(2):
         done = _run([*_options(values), *options], torch.cuda.device_count())

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +26,7 @@ pytestmark = [
     ),
 ]
 
-WIDTH, LAYERS = 2048, 8
+WIDTH, LAYERS = 2048, 24
 UNIT_BYTES = 2 * (WIDTH * WIDTH * 2)
 """Two bf16 matrices."""
 
@@ -138,3 +141,15 @@ def test_clipping_waits_for_nothing_and_needs_no_memory() -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.max_memory_allocated() - before < UNIT_BYTES // 8
+
+
+def test_on_is_off_over_several_gpus() -> None:
+    """FSDP, HSDP and offload to the CPU over NCCL, by torchrun."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    script = Path(__file__).with_name("two_gpus.py")
+    ranks = f"--nproc-per-node={torch.cuda.device_count()}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, str(script)]
+    done = subprocess.run(command, cwd=script.parents[2], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert "release on is off" in done.stdout
