@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,30 @@ import pytest
 RANKS = Path(__file__).resolve().parents[2] / "launch" / "ranks.py"
 
 
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PATH": ""}
+_FAILS_FIRST = "rank == 1 or time.sleep(600)\n"
+
+
+def _command(tmp_path: Path, body: str, *options: str) -> list[str]:
+    """Run `body` on two ranks, each of which leaves a line in `starts` when it begins; it knows `rank`."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "rank = int(os.environ['RANK'])\n"
+        f"open({str(tmp_path / 'starts')!r}, 'a').write(f'{{rank}}\\n')\n"
+        f"{body}\n"
+    )
+    return [sys.executable, str(RANKS), "--standalone", "--nproc-per-node", "2", *options, str(script)]
+
+
+def _starts(tmp_path: Path) -> list[str]:
+    return sorted((tmp_path / "starts").read_text().split())
+
+
 @pytest.mark.parametrize(
     ("ending", "code", "told"),
     [
         pytest.param("pass", 0, "", marks=pytest.mark.full),
-        ("print('error: no such model', file=sys.stderr); sys.exit(2)", 2, "error: no such model\n"),
         pytest.param("sys.exit(3 if rank == 1 else 0)", 1, "rank 1 ended with exit code 3", marks=pytest.mark.full),
         pytest.param(
             "rank == 1 and os.kill(os.getpid(), signal.SIGKILL)",
@@ -27,14 +48,82 @@ RANKS = Path(__file__).resolve().parents[2] / "launch" / "ranks.py"
     ],
 )
 def test_ending(tmp_path: Path, ending: str, code: int, told: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(f"import os, signal, sys\nrank = int(os.environ['RANK'])\n{ending}\n")
-    command = [sys.executable, RANKS, "--standalone", "--nproc-per-node", "2", script]
-    environment = {"OMP_NUM_THREADS": "1", "PATH": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    command = _command(tmp_path, ending)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == code, done.stderr
     assert told in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "starts"),
+    [
+        # The other rank is ended by the agent, with a signal that says nothing about the input.
+        (f"{_FAILS_FIRST}sys.exit('error: no such model' and 2)", 2, 1),
+        pytest.param(f"{_FAILS_FIRST}sys.exit(3)", 1, 3, marks=pytest.mark.full),
+        pytest.param(f"{_FAILS_FIRST}os.kill(os.getpid(), signal.SIGKILL)", 1, 3, marks=pytest.mark.full),
+    ],
+)
+def test_bad_input_is_the_one_failure_after_which_the_ranks_are_not_started_again(
+    tmp_path: Path, ending: str, code: int, starts: int
+) -> None:
+    command = _command(tmp_path, ending, "--max-restarts", "2")
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stderr
+    assert _starts(tmp_path) == sorted(["0", "1"] * starts)
+    assert "Traceback" not in done.stderr
+
+
+def _after_signals(tmp_path: Path, body: str, numbers: list[int], **variables: str) -> tuple[int, str]:
+    """Exit code and errors of a launcher that gets signals once both ranks are in the middle of `body`."""
+    begun = "open(sys.argv[0] + str(rank), 'w').close(); time.sleep(600)"
+    command = _command(tmp_path, f"{body}\n{begun}", "--max-restarts", "2")
+    launcher = subprocess.Popen(command, env={**ENVIRONMENT, **variables}, stderr=subprocess.PIPE, text=True)
+    while not all((tmp_path / f"script.py{rank}").exists() for rank in range(2)):
+        assert launcher.poll() is None, launcher.communicate()
+        time.sleep(0.02)
+    for number in numbers:
+        launcher.send_signal(number)
+        time.sleep(0.3)
+    _, errors = launcher.communicate(timeout=120)
+    assert _starts(tmp_path) == ["0", "1"]
+    assert "Traceback" not in errors
+    return launcher.returncode, errors
+
+
+def _answer(code: str) -> str:
+    return f"signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.5), os._exit({code})))"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("answer", "numbers", "code", "told"),
+    [
+        (_answer("0"), [signal.SIGTERM], 143, ""),
+        # Before the first step the recipes end with 143 themselves, and where Python is still starting up, by the signal.
+        (_answer("143"), [signal.SIGTERM], 143, ""),
+        ("", [signal.SIGTERM], 143, ""),
+        # The ranks are left alone while they save, whoever sends what to the launcher; and asked to end, not hung up on.
+        (_answer("0"), [signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP], 143, ""),
+        (_answer("0"), [signal.SIGHUP], 129, ""),
+        (_answer("rank"), [signal.SIGTERM], 1, "rank 1 ended with exit code 1 after SIGTERM"),
+        (_answer("2 * rank"), [signal.SIGTERM], 2, ""),
+    ],
+)
+def test_a_signal_is_told_as_such_only_where_all_ranks_ended_well(
+    tmp_path: Path, answer: str, numbers: list[int], code: int, told: str
+) -> None:
+    found, errors = _after_signals(tmp_path, answer, numbers)
+    assert found == code, errors
+    assert told in errors
+
+
+@pytest.mark.full
+def test_a_rank_that_does_not_end_in_the_time_it_has_is_told(tmp_path: Path) -> None:
+    ignore = "rank == 1 and signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    found, errors = _after_signals(tmp_path, ignore, [signal.SIGTERM], TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
+    assert found == 1, errors
+    assert "rank 1 ended with SIGKILL after SIGTERM" in errors
 
 
 @pytest.mark.parametrize("ranks", ["two", "-1", "1.5"])

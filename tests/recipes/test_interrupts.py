@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -229,6 +230,39 @@ def test_exit_code_of_a_run_that_was_asked_to_end(
     assert "is saved; the same command goes on" in errors
     [saved] = (tmp_path / "checkpoints").glob("step-*")
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == saved.name
+
+
+def _tree(pid: int) -> list[int]:
+    children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return [pid, *(each for child in children for each in _tree(child))]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("whole_tree", [False, True], ids=["the launcher twice", "every process"])
+def test_a_streamed_run_that_is_told_to_end_more_than_once_saves(
+    inputs: dict[str, Any], tmp_path: Path, whole_tree: bool
+) -> None:
+    (tmp_path / "shards").mkdir()
+    shutil.copy(inputs["data"], tmp_path / "shards" / "0.jsonl")
+    data = {"data": str(tmp_path / "shards"), "output": str(tmp_path / "run")}
+    values = {**inputs, "steps": 3000, "save_every": 0, **data}
+    launcher = [sys.executable, str(ROOT / "launch" / "ranks.py"), "--standalone", "--nproc-per-node", "2"]
+    process = _start([*launcher, str(RECIPE), *_options(values)])
+    _wait_for_step(tmp_path / "run", 3, process)
+    if whole_tree:
+        tree = _tree(process.pid)
+        assert len(tree) == 5  # the launcher, two ranks and a worker of each
+        for pid in tree:
+            os.kill(pid, signal.SIGTERM)
+    else:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 143, errors
+    assert "is saved; the same command goes on" in errors
+    [saved] = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == saved.name
 
 
 @pytest.mark.full

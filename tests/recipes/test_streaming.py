@@ -5,9 +5,13 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import multiprocessing
+import os
 import re
 import shutil
+import signal
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,7 @@ from llama_support.model import DEBUG_MODEL, load_tokenizer
 from llama_support.packing import IGNORED, StepBatches
 from llama_support.rows import Row, split_rows
 from llama_support.streamed_data import SHARDS_FILE, open_rows
-from llama_support.streaming import POOL, StreamedSteps
+from llama_support.streaming import POOL, LaneParts, StreamedSteps
 from llama_support.world import World, start_world
 
 from tests.pool import run_ranks
@@ -327,3 +331,59 @@ def test_only_as_many_validation_rows_are_read_as_are_wanted(tmp_path: Path, mon
     counts = [int(data.summary.split("validation: ")[1].split()[0]) for data in (few, everything)]
     assert 2 <= counts[0] < 150 < 700 < counts[1] < 1100
     assert ", 3 packed sequences" in few.summary
+
+
+def test_workers_outlive_any_number_of_signals(tmp_path: Path) -> None:
+    steps = _load(_config(_write(tmp_path / "rows"), data_workers=2)).steps(ALONE)
+    next(steps)
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+        for worker in workers:
+            assert worker.pid is not None
+            os.kill(worker.pid, number)
+        for _ in range(3):  # more than the loader has ready
+            next(steps)
+    assert all(worker.is_alive() for worker in workers)
+    steps.close()  # type: ignore[attr-defined]
+    for worker in workers:
+        worker.join()
+
+
+def _stay_in_a_worker(folder: Path) -> None:
+    """A rank whose workers leave their ids below `folder` and never give anything."""
+
+    def stay(*_: Any) -> list[int]:
+        (folder / str(os.getpid())).touch()
+        while True:
+            time.sleep(600)
+
+    LaneParts._fill = stay  # type: ignore[method-assign]
+    next(_load(_config(folder.parent / "rows", data_workers=2)).steps(ALONE))
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the state of processes from /proc")
+def test_busy_workers_end_with_their_rank(tmp_path: Path) -> None:
+    _write(tmp_path / "rows")
+    _tokenizer()
+    folder = tmp_path / "workers"
+    folder.mkdir()
+    rank = multiprocessing.get_context("fork").Process(target=_stay_in_a_worker, args=(folder,))
+    rank.start()
+    while len(found := [int(path.name) for path in folder.iterdir()]) < 2:
+        assert rank.is_alive()
+        time.sleep(0.02)
+    for pid in found:
+        os.kill(pid, signal.SIGTERM)
+    assert not any(_has_ended(pid) for pid in found)
+    rank.kill()
+    rank.join()
+    while not all(_has_ended(pid) for pid in found):  # or the test's own time limit
+        time.sleep(0.02)

@@ -99,7 +99,8 @@ def main() -> None:
             for number, (value, other) in enumerate(zip(ours, expected, strict=True)):
                 assert_same_bits(value, other, f"entry {number}, {name}, offload {offload}")
             train(mesh, device, release=False, offload=offload, clip=0.5)
-    print(f"rank {dist.get_rank()}: release on is off over {size} of {device.type}: {', '.join(meshes)}, with offload too")
+    where = f"{size} ranks on {device.type}: {', '.join(meshes)}, with offload too"
+    print(f"rank {dist.get_rank()}: release on is off over {where}")
     dist.destroy_process_group()
 
 
