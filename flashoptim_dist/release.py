@@ -26,7 +26,10 @@ _DDP = (
     "keeps its own copies of them; shard the model with flashoptim_dist.shard_model (a mesh of one dimension, or "
     "(replicas, 1) for replicas alone)"
 )
-_IN_STEP = "call optimizer.step() once for every update, after its last backward(), as without gradient release"
+_IN_STEP = (
+    "call step() of every optimizer once for every update, after its last backward(), as without gradient release (the "
+    "first step() of several ends the update of all)"
+)
 
 
 def enable_gradient_release(
@@ -51,7 +54,8 @@ def enable_gradient_release(
 
     Args:
         model: the model, or the model parts of a pipeline; after ``shard_model``.
-        optimizer: what steps it, or one optimizer for each part, in any order; parameters find their own.
+        optimizer: what steps it, or several, in any order; parameters find their own. The parameters of all make one
+            update: it ends with the first ``step()``, which steps what is left of all of them.
         accumulation_steps: backward passes per update, each reduced into the sharded gradient (no
             ``set_requires_gradient_sync``): parameters are stepped in the last. For updates of varying numbers of
             backward passes leave it at 1 and put all but the last into ``with handle.accumulate():``.
@@ -142,6 +146,8 @@ class GradientRelease:
     def gradient_norm(self) -> Tensor | None:
         """Global norm of the last update's gradients, after clip_value and before any other clipping.
 
+        Of all optimizers together, from the first of their ``step()`` calls on.
+
         fp32, 0-dim, on the device; None before the first update, and where no norm is taken (without clipping by a
         norm, skip_nonfinite and grad_scaler).
         """
@@ -184,13 +190,7 @@ class GradientRelease:
             )
         self._seen[parameter] = self._seen.get(parameter, 0) + 1
         if parameter in self._stepped:
-            raise RuntimeError(
-                f"parameter {unit.names[parameter]!r} got another gradient after it was stepped in this update, with "
-                f"accumulation_steps={self._accumulation_steps}. Where several backward passes make one update "
-                "(retain_graph included), set accumulation_steps, or put all but the last into `with "
-                "handle.accumulate():`; checkpointed layers that share weights need use_reentrant=False; and "
-                f"{_IN_STEP}"
-            )
+            raise self._got_another_gradient(unit, parameter)
         if self._seen[parameter] < self._accumulation_steps:
             return
         if self._pending is not unit:
@@ -204,6 +204,15 @@ class GradientRelease:
         if task not in (-1, self._graph_task):
             self._graph_task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _got_another_gradient(self, unit: Unit, parameter: Tensor) -> RuntimeError:
+        return RuntimeError(
+            f"parameter {unit.names[parameter]!r} got another gradient after it was stepped in this update, with "
+            f"accumulation_steps={self._accumulation_steps}. Where several backward passes make one update "
+            "(retain_graph included), set accumulation_steps, or put all but the last into `with "
+            "handle.accumulate():`; checkpointed layers that share weights need use_reentrant=False; and "
+            f"{_IN_STEP}"
+        )
 
     def _end_of_backward(self) -> None:
         self._graph_task = -1
@@ -219,19 +228,47 @@ class GradientRelease:
                 "with scaled gradients. Call enable_gradient_release(..., grad_scaler=scaler)"
             )
         self._flush()
-        fresh = not optimizer.state and all(float(group["lr"]) == 0.0 for group in optimizer.param_groups)
-        # Fresh, step() sees to it: it may only be asked for a template of the state. Mostly nothing is left.
-        if not fresh and len(self._stepped) < self._parameters:
-            for unit in self._units:
-                left = [p for p in unit.parameters if p.grad is not None and unit.optimizers[p] is optimizer]
-                if left:
-                    self._pending, self._collected = unit, left
-                    for parameter in left:
-                        self._stream.gradient_is_ready(parameter)
-                    self._flush()
+        if not self._makes_template(optimizer):
+            self._flush_leftovers(optimizer)
+            self._clipping.finish(self._optimizers)
         self._stream.join()
-        self._clipping.finish(self._optimizers)
         self._forget(optimizer)
+
+    def _makes_template(self, optimizer: FlashOptimizer) -> bool:
+        """Whether step() may only be asked for a template of the state, of gradients that torch made, and sees to it.
+
+        Of one optimizer whose first step has a learning rate of 0 this is no different: step() takes what is left.
+        """
+        if optimizer.state or any(float(group["lr"]) != 0.0 for group in optimizer.param_groups):
+            return False
+        # With several, what is left belongs to the others' update; torch makes no template where there are gradients.
+        return len(self._optimizers) == 1 or not any(
+            owner is optimizer and parameter in self._seen
+            for unit in self._units
+            for parameter, owner in unit.optimizers.items()
+        )
+
+    def _flush_leftovers(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step what the last backward did not reach, of all optimizers: it belongs to the update that ends here.
+
+        On all ranks the same units in the same order, whichever optimizer is stepped first.
+        """
+        if len(self._stepped) >= self._parameters:
+            return  # mostly nothing is left
+        left = {unit: [p for p in unit.parameters if p.grad is not None] for unit in self._units}
+        several = len(self._optimizers) > 1
+        for unit, parameters in left.items():
+            for parameter in parameters:
+                if several and parameter in self._stepped:
+                    raise self._got_another_gradient(unit, parameter)
+        for unit, parameters in left.items():
+            if parameters:
+                self._pending, self._collected = unit, parameters
+                for parameter in parameters:
+                    self._stream.gradient_is_ready(parameter)
+                self._flush()
+                if several:
+                    self._stepped.update(parameters)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._flush()  # of a closure's backward
