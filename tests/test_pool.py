@@ -137,7 +137,7 @@ def test_a_hanging_rank_is_named_with_its_stack() -> None:
 
 
 def test_a_result_that_does_not_pickle_is_an_error() -> None:
-    with pytest.raises(Exception, match=r"(?i)pickle"):
+    with pytest.raises(Exception, match=r"(?i)pickle|local object"):  # what Python 3.13 says of it
         run_ranks(1, _lambda)
 
 
