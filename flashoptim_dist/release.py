@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flashoptim_dist.optim.base import FlashOptimizer
 from flashoptim_dist.release_clipping import UnitClipping
-from flashoptim_dist.release_units import ReleaseStream, Unit, find_units
+from flashoptim_dist.release_units import ReleaseStream, Unit, drop_unsharded_gradients, find_units
 
 _DDP = (
     "gradient release cannot be used with DistributedDataParallel, which reduces gradients after they are complete and "
@@ -30,6 +30,7 @@ _IN_STEP = (
     "call step() of every optimizer once for every update, after its last backward(), as without gradient release (the "
     "first step() of several ends the update of all)"
 )
+_WAY_BACK = "To give up an update, as after an exception that was caught, call handle.abandon_update()"
 
 
 def enable_gradient_release(
@@ -169,6 +170,25 @@ class GradientRelease:
         """
         self._clipping.load_state_dict(state_dict)
 
+    def abandon_update(self) -> None:
+        """Give up the update that was begun, of all optimizers: after an exception in a backward pass, for instance.
+
+        Drops the gradients that are left of all parameters that are released, and their norms; nothing is counted as a
+        skipped step. Parameters that were stepped already stay stepped: there is no way back. ``zero_grad()`` calls
+        this where the last backward pass raised after it had stepped or collected parameters. No collective; all ranks
+        must call, or their parameters drift apart. Under FSDP2 call ``model.reset_iter_state()`` too.
+        """
+        self._pending, self._collected = None, []
+        self._seen.clear()
+        self._stepped.clear()
+        self._graph_task = -1
+        self._stream.join()
+        self._clipping.abandon()
+        for unit in self._units:
+            for parameter in unit.parameters:
+                parameter.grad = None
+        drop_unsharded_gradients(self._parts)
+
     def remove(self) -> None:
         """Switch gradient release off: gradients stay until ``zero_grad()`` again."""
         self._flush()
@@ -211,13 +231,13 @@ class GradientRelease:
             f"accumulation_steps={self._accumulation_steps}. Where several backward passes make one update "
             "(retain_graph included), set accumulation_steps, or put all but the last into `with "
             "handle.accumulate():`; checkpointed layers that share weights need use_reentrant=False; and "
-            f"{_IN_STEP}"
+            f"{_IN_STEP}. {_WAY_BACK}"
         )
 
     def _end_of_backward(self) -> None:
-        self._graph_task = -1
         self._flush()
         self._stream.join()
+        self._graph_task = -1  # last: until here, an exception is one of the backward pass
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         assert isinstance(optimizer, FlashOptimizer)
@@ -233,6 +253,7 @@ class GradientRelease:
             self._clipping.finish(self._optimizers)
         self._stream.join()
         self._forget(optimizer)
+        self._graph_task = -1
 
     def _makes_template(self, optimizer: FlashOptimizer) -> bool:
         """Whether step() may only be asked for a template of the state, of gradients that torch made, and sees to it.
@@ -275,13 +296,17 @@ class GradientRelease:
         self._stream.join()
 
     def _on_zero_grad(self, optimizer: FlashOptimizer) -> None:
+        if self._graph_task != -1 and torch._C._current_graph_task_id() == -1:
+            # The end of the last backward pass never came, so it raised.
+            self.abandon_update()
+            return
         of_optimizer = (
             unit.optimizers[p] is optimizer for unit in self._units for p in unit.parameters if p in self._stepped
         )
         if self._stepped and any(of_optimizer):
             raise RuntimeError(
                 "zero_grad() came between a backward pass, in which gradient release stepped parameters, and "
-                f"step(): {_IN_STEP}"
+                f"step(): {_IN_STEP}. {_WAY_BACK}"
             )
         self._forget(optimizer)
 

@@ -156,6 +156,11 @@ class UnitClipping:
                 state["found_inf_per_device"] = {flag.device: flag.float()}
         self.last_norm = running.finish()
 
+    def abandon(self) -> None:
+        """Forget an update that was begun, as if it had not been; ``last_norm`` stays."""
+        if self._running is not None:
+            self._running.begin()
+
     def state_dict(self) -> dict[str, Any]:
         """Return mean squares and weights by unit, as numbers."""
         if self._running is None:
@@ -268,8 +273,12 @@ class _RunningNorms:
     def __init__(self, units: int, device: torch.device) -> None:
         self._units = units
         self._means = torch.zeros(units, 2, dtype=torch.float64, device=device)
-        self._present = torch.full((units,), -1.0, dtype=torch.float64, device=device)
-        self.is_bad = torch.zeros((), dtype=torch.bool, device=device)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an update, whatever there is of the present one."""
+        self._present = torch.full((self._units,), -1.0, dtype=torch.float64, device=self._means.device)
+        self.is_bad = torch.zeros((), dtype=torch.bool, device=self._means.device)
         self.began = False
 
     def arrived(self, unit: int, squares: Sequence[Tensor]) -> Tensor:
@@ -293,9 +302,7 @@ class _RunningNorms:
         decayed = self._means * MEMORY
         fresh = torch.stack([self._present, torch.ones_like(self._present)], dim=1) * (1.0 - MEMORY)
         self._means = torch.where(present.unsqueeze(1), decayed + fresh, self._means)
-        self._present = torch.full_like(self._present, -1.0)
-        self.is_bad = torch.zeros_like(self.is_bad)
-        self.began = False
+        self.begin()
         return norm
 
     def save(self, numbers: dict[str, int]) -> dict[str, Any]:

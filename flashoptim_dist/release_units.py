@@ -121,6 +121,24 @@ def _unit_of(name: str, modules: dict[str, nn.Module]) -> tuple[object, str]:
     return place, place
 
 
+def drop_unsharded_gradients(parts: Iterable[nn.Module]) -> None:
+    """Drop gradients that FSDP2 has not reduced yet: of a unit in which the backward pass raised, or kept without sync.
+
+    The next pass would add to them: neither ``zero_grad()``, which sees shards, nor ``reset_iter_state()`` of torch
+    2.13 takes them away.
+    """
+    for module in (module for part in parts for module in part.modules()):
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for fsdp_parameter in (parameter for group in groups if group is not None for parameter in group.fsdp_params):
+            fsdp_parameter.unsharded_accumulated_grad = None
+            unsharded = getattr(fsdp_parameter, "_unsharded_param", None)  # made by the first all-gather
+            if unsharded is not None:
+                unsharded.grad = None
+
+
 class ReleaseStream:
     """The stream of the steps, and what waits for it. Without CUDA all is in order anyway and nothing waits.
 
@@ -157,13 +175,16 @@ class ReleaseStream:
         for event in makers.values():
             # Offloaded gradients are read on the host, and FSDP2 copies them there without waiting.
             event.synchronize() if self._offloaded() else stream.wait_event(event)
-        with torch.cuda.stream(stream):
-            yield
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            # After an exception too: what was launched before it still reads gradients, and writes weights.
             done = torch.cuda.Event()
             done.record(stream)
-        self._done[device] = done
-        for maker in {*makers, *self._reduce_streams()}:
-            maker.wait_event(done)
+            self._done[device] = done
+            for maker in {*makers, *self._reduce_streams()}:
+                maker.wait_event(done)
 
     def join(self) -> None:
         """Let the current stream, and FSDP2's next all-gather, wait for the steps so far; nothing else has to.
