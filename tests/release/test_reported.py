@@ -361,7 +361,8 @@ def test_what_cannot_be_released_is_refused() -> None:
     handle = fod.enable_gradient_release(model, optimizer)
     with (
         pytest.raises(RuntimeError, match=r"backward\(create_graph=True\) cannot be used"),
-        warnings.catch_warnings(action="ignore"),
+        warnings.catch_warnings(),
     ):
+        warnings.simplefilter("ignore")
         model(torch.ones(2, 32)).sum().backward(create_graph=True)
     handle.remove()
