@@ -10,8 +10,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from .encode import Document, EncodingReport, encode_batch
 from .errors import BadInput
+from .interrupts import SIGNALS
 from .packing import StepBatches, rank_batches, trained_positions
 from .rows import Row
 from .shards import ShardedRows
@@ -316,18 +319,25 @@ class StreamedSteps:
             worker_init_fn=_begin_worker,
             generator=torch.Generator(),  # its own: drawing a seed must not shift the global one
         )
-        items = iter(loader)
-        while True:
-            whole = Part()
-            for _ in range(max(1, self._workers)):
-                part = next(items)
-                whole.sequences += part.sequences
-                whole.states += part.states
-                whole.counts = [a + b for a, b in zip(whole.counts, part.counts)]
-                whole.failure = whole.failure or part.failure
-                if whole.failure:
-                    break
-            yield whole
+        with _signals_wait():
+            items = iter(loader)
+        try:
+            while True:
+                whole = Part()
+                for _ in range(max(1, self._workers)):
+                    part = next(items)
+                    whole.sequences += part.sequences
+                    whole.states += part.states
+                    whole.counts = [a + b for a, b in zip(whole.counts, part.counts)]
+                    whole.failure = whole.failure or part.failure
+                    if whole.failure:
+                        break
+                yield whole
+        finally:
+            # Not left to the collection of `items`: an error keeps it in its traceback, and then Python would wait in
+            # the end for workers that are deaf to its SIGTERM.
+            if self._workers:
+                items._shutdown_workers()  # type: ignore[attr-defined]
 
     def _agree(self, world: World, part: Part, failure: Exception | None) -> int:
         """Let all ranks know all lanes' states, or that there is no step; returns the trained tokens of all ranks."""
@@ -368,9 +378,29 @@ def _closed_in_the_end(parts: Generator[Part, None, None]) -> Iterator[Iterator[
         atexit.unregister(parts.close)
 
 
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Processes that are started in the block get no SIGTERM or SIGINT before they have seen to them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin_worker(_: int) -> None:
-    # The rank answers signals, by saving: its workers have to go on until the step under way is done. A second SIGTERM
-    # ends them; one whose rank is gone ends by itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    # The rank answers signals, by saving: its workers have to go on until the step under way is done, whoever else is
+    # told to end, and how often.
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    threading.Thread(target=_end_with_rank, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _end_with_rank() -> None:
+    # The loader's own watch over the rank looks only between two parts, and not while a full queue is waited for.
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+    rank.join()
+    os._exit(1)

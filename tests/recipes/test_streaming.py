@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -32,6 +33,7 @@ from llama_support.streaming import POOL, LaneParts, StreamedSteps
 from llama_support.world import World, start_world
 
 from tests.pool import run_ranks
+from tests.recipes.inputs import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 under torch 2.13
 
@@ -353,7 +355,7 @@ def test_workers_outlive_any_number_of_signals(tmp_path: Path) -> None:
 def _stay_in_a_worker(folder: Path) -> None:
     """A rank whose workers leave their ids below `folder` and never give anything."""
 
-    def stay(*_: Any) -> list[int]:
+    def stay(*_: Any, **__: Any) -> list[int]:
         (folder / str(os.getpid())).touch()
         while True:
             time.sleep(600)
@@ -369,21 +371,36 @@ def _has_ended(pid: int) -> bool:
         return True
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the state of processes from /proc")
 def test_busy_workers_end_with_their_rank(tmp_path: Path) -> None:
     _write(tmp_path / "rows")
-    _tokenizer()
     folder = tmp_path / "workers"
     folder.mkdir()
-    rank = multiprocessing.get_context("fork").Process(target=_stay_in_a_worker, args=(folder,))
-    rank.start()
+    program = f"import pathlib, tests.recipes.test_streaming as t; t._stay_in_a_worker(pathlib.Path({str(folder)!r}))"
+    rank = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     while len(found := [int(path.name) for path in folder.iterdir()]) < 2:
-        assert rank.is_alive()
+        assert rank.poll() is None
         time.sleep(0.02)
     for pid in found:
         os.kill(pid, signal.SIGTERM)
     assert not any(_has_ended(pid) for pid in found)
     rank.kill()
-    rank.join()
+    rank.wait()
     while not all(_has_ended(pid) for pid in found):  # or the test's own time limit
         time.sleep(0.02)
+
+
+def _fail_in_a_worker(folder: Path) -> None:
+    """A rank whose worker raises what nobody has foreseen."""
+    LaneParts._fill = None  # type: ignore[assignment, method-assign]
+    next(_load(_config(folder / "rows", data_workers=1)).steps(ALONE))
+
+
+@pytest.mark.full
+def test_python_ends_after_an_error_in_a_worker(tmp_path: Path) -> None:
+    _write(tmp_path / "rows")
+    program = f"import pathlib, tests.recipes.test_streaming as t; t._fail_in_a_worker(pathlib.Path({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "TypeError: 'NoneType' object is not callable" in done.stderr
