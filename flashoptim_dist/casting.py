@@ -57,6 +57,9 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     if dtype not in CAST_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(str(d) for d in CAST_DTYPES)}, got {dtype}")
     patterns = (keep_fp32,) if isinstance(keep_fp32, str) else tuple(keep_fp32)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"keep_fp32 takes patterns on the names of modules, not a {type(pattern).__name__}")
     named = _select(model, patterns)
     batch_norms = {module for module in model.modules() if is_batch_norm(module)}
     kept = _close_over_ties(model, named | batch_norms) if dtype != torch.float32 else set()

@@ -407,3 +407,9 @@ def test_tensor_parallel_parameters_are_cast_in_place() -> None:
         assert same
         assert dtype == "torch.bfloat16"
         assert not difference.any()
+
+
+def test_modules_in_place_of_patterns_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="patterns on the names of modules, not a Linear"):
+        cast_model(model, keep_fp32=[model[0]])  # type: ignore[list-item]

@@ -63,7 +63,8 @@ class FlashAdamW(_AdamFamily):
         rounding: "stochastic" (unbiased; moving averages never stall) or "nearest".
         seed: of the stochastic rounding; results depend on it, never on the world size.
         compress_state_dict: False makes ``state_dict()`` give fp32 moments, which torch's optimizers load.
-        check_numerics: count the updates that are too small to change a weight; see ``numerics_report()``.
+        check_numerics: count the updates that are too small to change a weight, in a pure-torch step instead of the
+            kernels; see ``numerics_report()``. Not with ``fused=True``.
         offload_states: keep the states of CUDA parameters in pinned host memory and stream them through the step; the
             device holds two buffers of 256 MB instead (or as large as the largest parameter's state). States that are
             read from ``optimizer.state`` directly need ``torch.cuda.synchronize()`` first. On CPU it changes nothing.

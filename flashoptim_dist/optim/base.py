@@ -82,6 +82,10 @@ class FlashOptimizer(MasterWeights, GradientScaling):
         extra = {"compress_state_dict": compress_state_dict, "check_numerics": check_numerics}
         check_options({**self._options, **extra}, "")
         check_torch_options(torch_options or {}, "")
+        if self._fused and check_numerics:
+            raise ValueError(
+                "check_numerics=True counts in the pure-torch step, fused=True asks for kernels: leave one out"
+            )
         self._init_runtime()
         super().__init__(params, defaults)
         self._count_changes()
@@ -112,8 +116,12 @@ class FlashOptimizer(MasterWeights, GradientScaling):
             check_common(group, where)
             self._check_group(group, where)
             lr = float(group.get("initial_lr", group["lr"]))
-            if self._option(group, "decouple_lr") and lr == 0.0:
-                raise ValueError(f"{where}decouple_lr=True scales the decay by lr / initial lr, which must not be 0")
+            if self._option(group, "decouple_lr"):
+                if lr == 0.0:
+                    raise ValueError(
+                        f"{where}decouple_lr=True scales the decay by lr / initial lr, which must not be 0"
+                    )
+                group.setdefault("initial_lr", lr)  # where schedulers keep it; saved with the group
             names = group.get("param_names", [None] * len(group["params"]))
             for parameter, name in zip(group["params"], names, strict=True):
                 check_parameter(parameter, name)
@@ -405,8 +413,10 @@ class FlashOptimizer(MasterWeights, GradientScaling):
         missing = [name for name in record.entries if name not in state]
         for name in missing:
             state[name] = new_entry(record.entries[name], parameter)
+        if ERROR_BITS in state and ERROR_BITS not in record.entries:
+            del state[ERROR_BITS]  # the weight was cast to fp32 since, and has all its bits itself
         record.checked_state = state
-        return bool(missing)
+        return any(name != ERROR_BITS for name in missing)
 
 
 def _log_precisions(records: list[ParameterRecord]) -> None:

@@ -33,8 +33,8 @@ class ParameterRecord:
     checked_state: Mapping[str, Any] | None = field(default=None)
 
     def fits(self, parameter: Tensor) -> bool:
-        """Return whether the record still describes the parameter (a model may be resharded in place)."""
-        return self.layout.local_shape == tuple(local_tensor(parameter).shape)
+        """Return whether the record still describes the parameter (a model may be resharded or cast in place)."""
+        return self.weight_dtype == parameter.dtype and self.layout.local_shape == tuple(local_tensor(parameter).shape)
 
     def describe(self) -> str:
         """Return its precisions in words."""

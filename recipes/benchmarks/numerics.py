@@ -1,6 +1,6 @@
 """How exact the compressed moments and master weights are: our AdamW against fp64 Adam on synthetic gradients.
 
-    python recipes/benchmarks/numerics.py              # 2,000 steps: a minute or two on two cores
+    python recipes/benchmarks/numerics.py              # 2,000 steps: five minutes on two cores
     python recipes/benchmarks/numerics.py --smoke      # seconds; figures of so few steps prove nothing
 
 Writes numerics.json, numerics.md and numerics.png into the output folder and prints the tables. The official

@@ -253,3 +253,64 @@ def test_loading_says_once_what_it_converted() -> None:
         again.load_state_dict(target.state_dict())
     entry: Tensor = again.state[parameters[0]]["error_bits"]
     assert torch.equal(entry, target.state[parameters[0]]["error_bits"])
+
+
+# ------------------------------------------------------------------------------------- casts and initial rates
+
+
+def _linear(dtype: torch.dtype) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(64, 64, bias=False).to(dtype)
+
+
+def _step(model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("looked_at_by", ["get_master_weights", "step"])
+def test_a_weight_cast_to_bf16_later_gets_its_correction(looked_at_by: str) -> None:
+    model = _linear(torch.float32)
+    optimizer = FlashAdamW(model.named_parameters(), lr=1e-6, weight_decay=0.0)
+    if looked_at_by == "step":
+        _step(model, optimizer)
+    else:
+        optimizer.get_master_weights()
+    model.to(torch.bfloat16)
+    before = model.weight.detach().float()
+    for _ in range(200):
+        _step(model, optimizer)
+    assert optimizer.state[model.weight]["error_bits"].dtype == torch.int8
+    # Updates of about lr each, where a unit of a bf16 weight below 1/8 is up to 5e-4: only masters can hold them.
+    moved = (before - optimizer.master_weight(model.weight)).mean()
+    assert float(moved) == pytest.approx(200e-6, rel=0.05)
+
+
+def test_a_weight_cast_to_fp32_later_goes_on_without_a_correction() -> None:
+    model = _linear(torch.bfloat16)
+    optimizer = FlashAdamW(model.named_parameters(), lr=1e-3)
+    _step(model, optimizer)
+    model.to(torch.float32)
+    before = model.weight.detach().clone()
+    _step(model, optimizer)
+    assert "error_bits" not in optimizer.state[model.weight]
+    assert (model.weight < before).all()
+    fresh = FlashAdamW(model.named_parameters(), lr=1e-3)
+    fresh.load_state_dict(optimizer.state_dict())
+    assert torch.equal(fresh.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
+def test_decouple_lr_keeps_the_first_rate_over_a_load() -> None:
+    options: dict[str, Any] = {"weight_decay": 1e-3, "decouple_lr": True}
+    model, other = _linear(torch.bfloat16), _linear(torch.bfloat16)
+    saved = FlashAdamW(model.named_parameters(), lr=1e-2, **options)
+    _step(model, saved)
+    saved.param_groups[0]["lr"] = 5e-3
+    loaded = FlashAdamW(other.named_parameters(), lr=1e-3, **options)
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded.param_groups[0]["lr"] * loaded._decay_rate(0) == pytest.approx(5e-4)
+
+
+def test_kernels_and_counting_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="check_numerics=True counts in the pure-torch step"):
+        FlashAdamW(_linear(torch.bfloat16).parameters(), fused=True, check_numerics=True)
