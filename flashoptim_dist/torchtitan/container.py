@@ -92,7 +92,8 @@ class FlashOptimizersContainer(OptimizersContainer):
         optimizers and of Adam and AdamW."""
 
         no_decay: list[str] = field(default_factory=list)
-        """Regular expressions; parameters whose names they match have weight_decay 0, whatever group they are in."""
+        """Regular expressions; parameters whose names they match have weight_decay 0, in any group of this library's
+        optimizers and of Adam and AdamW."""
 
         master_weight_bits: Literal[24, 32] | None = 24
         """Bits of the master weight of a 16-bit parameter: 24 (1 byte of correction), 32 (2 bytes), None (none). fp32

@@ -24,7 +24,7 @@ _PACKAGE = __name__.rpartition(".")[0]
 _REPLACED = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 """The optimizers of torchtitan whose groups become ours."""
 
-_KEPT_BY_ALL = ("lr", "weight_decay")
+_KEPT_BY_ALL = ("lr", "weight_decay", "maximize")
 """What a group of Adam or AdamW hands on to another kind of optimizer."""
 
 
@@ -80,6 +80,11 @@ def export_master_weights(config: Any) -> FlashCheckpointManager.Config:
 
 
 def _replaced(config: Any, name: str, options: dict[str, Any]) -> FlashOptimizersContainer.Config:
+    if type(config) not in (OptimizersContainer.Config, FlashOptimizersContainer.Config):
+        raise TypeError(
+            f"the config's optimizer is a {type(config).__qualname__}, whose own doings {name} would end; choose a "
+            "config with torchtitan's plain OptimizersContainer"
+        )
     known = {field.name for field in fields(FlashOptimizersContainer.Config)}
     own = known - {"param_groups", "optimizer_name", "implementation", "optimizer_factory_kwargs_by_name"}
     unknown = sorted(set(options) - own)
@@ -95,6 +100,13 @@ def _replaced(config: Any, name: str, options: dict[str, Any]) -> FlashOptimizer
         raise ValueError(
             f"no parameter group to give to {name}: the config has {names}, and Adam and AdamW are replaced"
         )
+    hidden = sorted({group.optimizer_name for group in config.param_groups if group.optimizer_name in _REPLACED})
+    for other in hidden:
+        if config.optimizer_factory_kwargs_by_name.get(other):
+            raise ValueError(
+                f"the config has options of {other} in optimizer_factory_kwargs_by_name, which {name} would lose; put "
+                "them into the optimizer_kwargs of its param_groups"
+            )
     theirs = config.implementation
     result: FlashOptimizersContainer.Config = derive(
         config,
@@ -121,7 +133,7 @@ def _group(group: ParamGroupConfig, name: str, given: dict[str, Any]) -> ParamGr
     for switch in ("fused", "foreach", "capturable"):
         kept.pop(switch, None)
     if not name.startswith("FlashAdam"):
-        kept = {key: kept[key] for key in _KEPT_BY_ALL}
+        kept = {key: kept[key] for key in _KEPT_BY_ALL if key in kept}
     return ParamGroupConfig(pattern=group.pattern, optimizer_name=name, optimizer_kwargs={**kept, **given})
 
 

@@ -6,6 +6,7 @@ torchrun ... -m torchtitan.train --module flashoptim_dist.torchtitan.recipes --c
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 from torchtitan.components.checkpointer import CheckpointManager
@@ -16,7 +17,9 @@ from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.llama3 import model_registry as llama3_models
 from torchtitan.models.llama3.config_registry import llama3_8b, llama3_70b, llama3_debugmodel
 
+from flashoptim_dist.torchtitan import groups
 from flashoptim_dist.torchtitan.checkpointer import FlashCheckpointManager
+from flashoptim_dist.torchtitan.container import FlashOptimizersContainer
 from flashoptim_dist.torchtitan.overrides import flash_adamw
 from flashoptim_dist.torchtitan.trainer import FlashTrainer
 
@@ -34,9 +37,28 @@ def with_flash_adamw(config: Any, **options: Any) -> FlashTrainer.Config:
     result: FlashTrainer.Config = derive(
         config,
         FlashTrainer.Config,
-        optimizer=flash_adamw(config.optimizer, **options),
+        optimizer=_with_options_of_its_own(flash_adamw(config.optimizer, **options)),
         checkpoint=checkpoint,
         training=dataclasses.replace(config.training, dtype="bfloat16"),
+    )
+    return result
+
+
+def _with_options_of_its_own(config: FlashOptimizersContainer.Config) -> FlashOptimizersContainer.Config:
+    """Make the options of a last group, which takes all the rest, the config's own, which the command line sets."""
+    last = config.param_groups[-1] if config.param_groups else None
+    name = config.optimizer_name
+    if last is None or (last.pattern, last.optimizer_name) != (".*", name):
+        return config
+    if not set(last.optimizer_kwargs) <= set(groups.HYPERPARAMETERS[name]):
+        return config
+    # What is the default anyway stays None, so that another optimizer_name finds nothing that it does not know.
+    signature = inspect.signature(groups.FLASH_OPTIMIZERS[name])
+    defaults = {key: parameter.default for key, parameter in signature.parameters.items()}
+    defaults |= groups.TORCHTITAN_DEFAULTS.get(name, {})
+    chosen = {key: value for key, value in last.optimizer_kwargs.items() if key == "lr" or defaults[key] != value}
+    result: FlashOptimizersContainer.Config = derive(
+        config, FlashOptimizersContainer.Config, param_groups=config.param_groups[:-1], **chosen
     )
     return result
 

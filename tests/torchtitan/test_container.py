@@ -346,3 +346,33 @@ def test_fp32_line_predicts_what_bf16_weights_cost(caplog: pytest.LogCaptureFixt
 
 def test_bf16_weights_bring_no_such_line(caplog: pytest.LogCaptureFixture) -> None:
     assert _built_with(torch.bfloat16, caplog) == ""
+
+
+# ---------------------------------------------------------------------- what an override would lose
+
+
+def test_an_override_refuses_a_container_with_doings_of_its_own() -> None:
+    class OtherContainer(OptimizersContainer):
+        @dataclass(kw_only=True, slots=True)
+        class Config(OptimizersContainer.Config):
+            pass
+
+    with pytest.raises(TypeError, match=r"OtherContainer\.Config, whose own doings FlashAdamW would end"):
+        overridden("flashoptim_dist.torchtitan.flash_adamw", optimizer=OtherContainer.Config())
+
+
+def test_an_override_refuses_options_that_stand_outside_of_groups() -> None:
+    group = ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-3})
+    config = OptimizersContainer.Config(
+        param_groups=[group], optimizer_factory_kwargs_by_name={"AdamW": {"weight_decay": 0.7}}
+    )
+    with pytest.raises(ValueError, match="options of AdamW in optimizer_factory_kwargs_by_name"):
+        overridden("flashoptim_dist.torchtitan.flash_adamw", optimizer=config)
+
+
+def test_lion_in_place_of_adamw_still_ascends() -> None:
+    group = ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-3, "maximize": True})
+    config = OptimizersContainer.Config(param_groups=[group])
+    root = overridden(("flashoptim_dist.torchtitan.flash_lion", {"lr": 1e-4}), optimizer=config)
+    [optimizer] = root.optimizer.build(model_parts=[make_model()])
+    assert optimizer.param_groups[0]["maximize"] is True

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.torchtitan import device
+from tests.torchtitan.models import make_model
 
 pytestmark = pytest.mark.full
 
@@ -38,9 +39,30 @@ def test_recipe(name: str) -> None:
     assert config.training.dtype == "bfloat16"
     assert isinstance(config.optimizer, device.FlashOptimizersContainer.Config)
     assert isinstance(config.checkpoint, device.FlashCheckpointManager.Config)
-    [group] = config.optimizer.param_groups
-    assert (group.optimizer_name, group.optimizer_kwargs["lr"]) == ("FlashAdamW", lr)
-    assert (group.optimizer_kwargs["betas"], group.optimizer_kwargs["weight_decay"]) == ((0.9, 0.95), 0.1)
+    assert (config.optimizer.optimizer_name, config.optimizer.lr, config.optimizer.param_groups) == (
+        "FlashAdamW",
+        lr,
+        [],
+    )
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ([], {"lr": 8e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}),
+        (
+            ["--optimizer.lr", "1e-5", "--optimizer.betas", "0.5", "0.6", "--optimizer.weight_decay", "0.01"],
+            {"lr": 1e-5, "betas": (0.5, 0.6), "weight_decay": 0.01, "eps": 1e-8},
+        ),
+        (["--optimizer.optimizer_name", "FlashLion", "--optimizer.lr", "1e-5"], {"lr": 1e-5, "betas": (0.9, 0.99)}),
+    ],
+    ids=["none", "adamw", "lion"],
+)
+def test_what_is_set_on_the_command_line_holds(given: list[str], expected: dict[str, Any]) -> None:
+    config = _parse(RECIPES, "--config", "llama3_debug_flash", *given)
+    [optimizer] = config.optimizer.build(model_parts=[make_model()])
+    [group] = optimizer.param_groups
+    assert {key: group[key] for key in expected} == expected
 
 
 def test_options_are_typed_and_can_be_set() -> None:
