@@ -173,7 +173,7 @@ def run(make: Callable[..., Any], folder: str, **options: Any) -> Trained:
 def llama(folder: str, *, steps: int, change: dict[str, Any] | None = None, **parallelism: Any) -> Any:
     """The Llama debug recipe, shrunk. ``change``: values by dotted names, set in the config."""
     config = shrink(recipes.llama3_debug_flash(), folder, steps=steps, **parallelism)
-    config.optimizer.param_groups[0].optimizer_kwargs["lr"] = 4e-3
+    config.optimizer.lr = 4e-3
     return changed(config, change)
 
 
@@ -185,7 +185,7 @@ def stock_llama(folder: str, *, steps: int, change: dict[str, Any] | None = None
 def moe(folder: str, *, steps: int, change: dict[str, Any] | None = None, **parallelism: Any) -> Any:
     """The recipe of experts, shrunk to a dense layer and one of experts."""
     config = shrink(recipes.moe_debug_flash(), folder, steps=steps, layers=2, **parallelism)
-    config.optimizer.param_groups[0].optimizer_kwargs["lr"] = 4e-3
+    config.optimizer.lr = 4e-3
     return changed(config, change)
 
 
