@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 import flashoptim_dist as fod
 from flashoptim_dist.optim.base import FlashOptimizer
@@ -40,6 +43,12 @@ DECOUPLED = ("FlashAdamW", "FlashLion", "FlashSGDW")
 
 NO_DECAY_PATTERNS = (r"norm\w*\.(weight|bias)$", r"\.bias$", r"embed\w*\.weight$")
 """Norms, biases and embeddings by torchtitan's names (``attention_norm.weight``, ``tok_embeddings.weight``)."""
+
+
+def constructor_defaults(optimizer: type[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Return what an optimizer's constructor takes where a group gives nothing, by name."""
+    parameters = inspect.signature(optimizer).parameters
+    return {name: value.default for name, value in parameters.items() if value.default is not inspect.Parameter.empty}
 
 
 def hyperparameters(name: str, given: Mapping[str, Any]) -> dict[str, Any]:

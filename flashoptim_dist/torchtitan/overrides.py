@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -129,15 +128,10 @@ def _group(group: ParamGroupConfig, name: str, given: dict[str, Any]) -> ParamGr
     replaced = _REPLACED.get(group.optimizer_name)
     if replaced is None:
         return group
-    kept = {**_defaults(replaced), **group.optimizer_kwargs}
+    defaults = groups.constructor_defaults(replaced)
+    kept = {**{key: defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}, **group.optimizer_kwargs}
     for switch in ("fused", "foreach", "capturable"):
         kept.pop(switch, None)
     if not name.startswith("FlashAdam"):
         kept = {key: kept[key] for key in _KEPT_BY_ALL if key in kept}
     return ParamGroupConfig(pattern=group.pattern, optimizer_name=name, optimizer_kwargs={**kept, **given})
-
-
-def _defaults(optimizer: type[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return the hyperparameters that a group of torch's optimizer has where it gives none."""
-    signature = inspect.signature(optimizer)
-    return {name: signature.parameters[name].default for name in ("lr", "betas", "eps", "weight_decay")}

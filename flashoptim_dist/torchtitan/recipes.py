@@ -6,7 +6,6 @@ torchrun ... -m torchtitan.train --module flashoptim_dist.torchtitan.recipes --c
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from typing import Any
 
 from torchtitan.components.checkpointer import CheckpointManager
@@ -53,9 +52,7 @@ def _with_options_of_its_own(config: FlashOptimizersContainer.Config) -> FlashOp
     if not set(last.optimizer_kwargs) <= set(groups.HYPERPARAMETERS[name]):
         return config
     # What is the default anyway stays None, so that another optimizer_name finds nothing that it does not know.
-    signature = inspect.signature(groups.FLASH_OPTIMIZERS[name])
-    defaults = {key: parameter.default for key, parameter in signature.parameters.items()}
-    defaults |= groups.TORCHTITAN_DEFAULTS.get(name, {})
+    defaults = groups.constructor_defaults(groups.FLASH_OPTIMIZERS[name]) | groups.TORCHTITAN_DEFAULTS.get(name, {})
     chosen = {key: value for key, value in last.optimizer_kwargs.items() if key == "lr" or defaults[key] != value}
     result: FlashOptimizersContainer.Config = derive(
         config, FlashOptimizersContainer.Config, param_groups=config.param_groups[:-1], **chosen
