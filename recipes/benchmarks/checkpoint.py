@@ -7,7 +7,9 @@
 A save ends when everything is on disk (fsync); before a load the system is asked to drop the files from its cache. The
 stall is the time until a background save lets the training loop go on (on a GPU: until the copies are done), in percent
 of a synchronous save; beside it, how much slower optimizer steps are while the save is written. Memory is the peak
-during the call beyond what the model, its optimizer and its gradients hold, on the rank that needs most.
+during the call beyond what the model, its optimizer and its gradients hold, on the rank that needs most. The results
+are written after each subject. The official package's step needs a GPU; without one, or without the package, it is left
+out.
 """
 
 from __future__ import annotations
@@ -15,15 +17,13 @@ from __future__ import annotations
 import datetime
 import gc
 import importlib.metadata
-import json
 import os
 import platform
 import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,9 +31,8 @@ import torch
 import torch.distributed as dist
 import tyro
 from checkpoint_support.measure import Result, copy_speed, disk_speed, measure
-from checkpoint_support.subjects import subjects
-from rich.console import Console
-from rich.table import Table
+from checkpoint_support.report import as_document, show, write
+from checkpoint_support.subjects import KEYS, Key, Subject, subjects
 from shapes import SMOKE_MODELS, Shape, gpt2, llama
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -42,19 +41,6 @@ MODELS: dict[str, list[Shape]] = {
     "GPT-2 124M": gpt2(),
     "tiny Llama": SMOKE_MODELS["tiny Llama"],
 }
-HEAD = (
-    "bytes/param",
-    "save s",
-    "save GB/s",
-    "load s",
-    "load GB/s",
-    "stall ms",
-    "stall %",
-    "step slower by",
-    "save MB",
-    "async MB",
-    "load MB",
-)
 
 
 @dataclass
@@ -67,8 +53,8 @@ class Config:
     """One of the model names; by default Llama-3.2-1B on GPUs and GPT-2 124M on CPUs."""
     repetitions: int = 5
     """Timed saves, loads and background saves of each subject."""
-    only: tuple[str, ...] = ()
-    """Only subjects whose name contains one of these."""
+    subjects: tuple[Key, ...] = KEYS
+    """What is measured: this library; torch's AdamW saved by torch and by this library; the official package."""
     directory: Path | None = None
     """A folder on the disk to measure, seen by all ranks; a temporary one by default."""
     output: Path | None = None
@@ -90,24 +76,7 @@ def main(config: Config) -> dict[str, Any]:
         raise SystemExit(f"checkpoint: there is no model {model!r}; there are {', '.join(MODELS)}")
     shapes = MODELS[model]
     base, temporary = _folder(config)
-    results: list[Result] = []
-    try:
-        size = 5 * sum(torch.Size(shape).numel() for shape in shapes)
-        plain = disk_speed(base, size) if first else 0.0
-        copying = copy_speed(min(size, 1 << 29)) if first else 0.0
-        for subject in subjects(shapes, device, mesh):
-            if config.only and not any(part in subject.name for part in config.only):
-                continue
-            if first:
-                print(f"measuring {subject.name}", flush=True)
-            results.append(measure(subject, base, repetitions, device))
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    finally:
-        if first and temporary:
-            shutil.rmtree(base, ignore_errors=True)
-    document = {
+    document: dict[str, Any] = {
         "command": _command(world_size),
         "date": str(datetime.date.today()),
         "machine": _machine(device, world_size),
@@ -115,18 +84,45 @@ def main(config: Config) -> dict[str, Any]:
         "model": model,
         "parameters": sum(torch.Size(shape).numel() for shape in shapes),
         "ranks": world_size,
-        "disk_bytes_per_s": plain,
-        "copy_bytes_per_s": copying,
-        "results": [
-            {**asdict(result), "bytes_per_parameter": result.bytes_per_parameter, "stall": result.stall}
-            for result in results
-        ],
+        "results": [],
     }
+    results: list[Result] = []
+    try:
+        size = 5 * document["parameters"]
+        document["disk_bytes_per_s"] = disk_speed(base, size) if first else 0.0
+        document["copy_bytes_per_s"] = copy_speed(min(size, 1 << 29)) if first else 0.0
+        for subject in subjects(shapes, device, mesh):
+            if subject.key not in config.subjects:
+                continue
+            results.append(_measure(subject, base, repetitions, device, first))
+            document["results"] = [as_document(result) for result in results]
+            if first and config.output is not None:  # after each: a run that is cut short leaves what it measured
+                write(document, results, config.output)
+    finally:
+        if first and temporary:
+            shutil.rmtree(base, ignore_errors=True)
     if first:
-        _show(document, results, config.output)
+        show(document, results)
+        if config.output is not None:
+            print(f"written: {config.output / 'checkpoint.json'}, {config.output / 'checkpoint.md'}")
     if dist.is_initialized():
         dist.barrier()
     return document
+
+
+def _measure(subject: Subject, base: Path, repetitions: int, device: torch.device, first: bool) -> Result:
+    """Measure one subject, or say in a line why not."""
+    if subject.missing:
+        if first:
+            print(f"skipped {subject.name}: {subject.missing}", flush=True)
+        return Result(subject.name, error=subject.missing)
+    if first:
+        print(f"measuring {subject.name}", flush=True)
+    result = measure(subject, base, repetitions, device)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return result
 
 
 def _start(wanted: str) -> tuple[torch.device, DeviceMesh | None]:
@@ -175,62 +171,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cells(result: Result) -> list[str]:
-    def number(value: float | None, text: str) -> str:
-        return "" if value is None else text.format(value)
-
-    def megabytes(value: int | None) -> str:
-        return number(None if value is None else value / 1e6, "{:.0f}")
-
-    slower = result.step_while_saving_s / result.step_s - 1 if result.step_while_saving_s and result.step_s else None
-    return [
-        f"{result.bytes_per_parameter:.3f}",
-        f"{result.save_s:.3f}",
-        f"{result.bytes_on_disk / result.save_s / 1e9:.2f}",
-        f"{result.load_s:.3f}",
-        f"{result.bytes_on_disk / result.load_s / 1e9:.2f}",
-        number(None if result.stall_s is None else result.stall_s * 1e3, "{:.1f}"),
-        number(None if result.stall is None else result.stall * 100, "{:.1f}"),
-        number(None if slower is None else slower * 100, "{:.0f} %"),
-        megabytes(result.save_memory),
-        megabytes(result.async_memory),
-        megabytes(result.load_memory),
-    ]
-
-
-def _rows(results: Sequence[Result]) -> list[list[str]]:
-    return [[r.name, *([r.error] + [""] * (len(HEAD) - 1) if r.error else _cells(r))] for r in results]
-
-
-def _show(document: dict[str, Any], results: Sequence[Result], output: Path | None) -> None:
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items() if version)
-    title = (
-        f"{document['model']}, {document['parameters'] / 1e6:,.1f} M parameters; {document['machine']}; {versions}; "
-        f"{document['date']}"
-    )
-    speeds = (
-        f"A plain sequential write with fsync: {document['disk_bytes_per_s'] / 1e9:.2f} GB/s; a copy in host memory by "
-        f"one thread: {document['copy_bytes_per_s'] / 1e9:.2f} GB/s"
-    )
-    table = Table(title=title)
-    table.add_column("")
-    for name in HEAD:
-        table.add_column(name, justify="right")
-    for row in _rows(results):
-        table.add_row(*row)
-    Console(width=170).print(table)
-    print(speeds)
-    if output is None:
-        return
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "checkpoint.json").write_text(json.dumps(document, indent=1))
-    lines = [["", *HEAD], ["---"] * (len(HEAD) + 1), *_rows(results)]
-    body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    text = f"{title}. {speeds}:\n\n    {document['command']}\n\n{body}\n"
-    (output / "checkpoint.md").write_text(text)
-    print(f"written: {output / 'checkpoint.json'}, {output / 'checkpoint.md'}")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ class Result:
     async_memory: int | None = None
     load_memory: int | None = None
     save_gpu_memory: int | None = None
+    async_gpu_memory: int | None = None
+    """Until the call returned; afterwards the steps need some too."""
     load_gpu_memory: int | None = None
     all_save_s: list[float] = field(default_factory=list)
     all_load_s: list[float] = field(default_factory=list)
@@ -59,9 +61,6 @@ class Result:
 def measure(subject: Subject, folder: Path, repetitions: int, device: torch.device) -> Result:
     """Measure one subject in ``folder``, which is emptied before and after each save."""
     result = Result(subject.name)
-    if subject.needs_gpu and device.type != "cuda":
-        result.error = "its step needs a GPU"
-        return result
     run = subject.make()
     result.parameters = sum(parameter.numel() for parameter in run.model.parameters())
     for _ in range(2):
@@ -76,7 +75,8 @@ def measure(subject: Subject, folder: Path, repetitions: int, device: torch.devi
     result.bytes_on_disk = sum(file.stat().st_size for file in path.iterdir())
     if run.start_save is not None:
         fresh()
-        result.first_stall_s, _, _, result.async_memory = _background(run, path, device)
+        first = _background(run, path, device)
+        result.first_stall_s, result.async_memory, result.async_gpu_memory = first.stall, first.memory, first.gpu_memory
     result.step_s = statistics.median(_step(run, device) for _ in range(7))
     all_background: list[float] = []
     while_saving: list[float] = []
@@ -92,10 +92,10 @@ def measure(subject: Subject, folder: Path, repetitions: int, device: torch.devi
             result.load_memory, result.load_gpu_memory = load_memory, load_gpu
         if run.start_save is not None:
             fresh()
-            stall, whole, steps, _ = _background(run, path, device)
-            result.all_stall_s.append(stall)
-            all_background.append(whole)
-            while_saving += steps
+            background = _background(run, path, device)
+            result.all_stall_s.append(background.stall)
+            all_background.append(background.whole)
+            while_saving += background.steps
     fresh()
     result.save_s = statistics.median(result.all_save_s)
     result.load_s = statistics.median(result.all_load_s)
@@ -106,26 +106,38 @@ def measure(subject: Subject, folder: Path, repetitions: int, device: torch.devi
     return result
 
 
-def _background(run: Run, path: Path, device: torch.device) -> tuple[float, float, list[float], int | None]:
-    """Save in the background while steps go on.
+@dataclass
+class _Background:
+    """One save in the background: times in seconds, memory in bytes beyond what was held."""
 
-    Returns:
-        Seconds until the call returned, seconds until the end, seconds of each step meanwhile, peak of host memory.
-    """
+    stall: float
+    """Until the call returned."""
+    whole: float
+    """Until everything was on disk."""
+    steps: list[float]
+    """Each step meanwhile, on this rank."""
+    memory: int | None
+    gpu_memory: int | None
+
+
+def _background(run: Run, path: Path, device: torch.device) -> _Background:
+    """Save in the background while steps go on."""
     assert run.start_save is not None
     _synchronize(device)
-    peak = _peak_memory()
+    peak, gpu_peak = _peak_memory(), _peak_gpu_memory(device)
     begin = time.perf_counter()
     done, wait = run.start_save(path)
     if device.type == "cuda":
         torch.cuda.synchronize()  # the next step would wait for the copies that are enqueued
     stall = time.perf_counter() - begin
+    gpu = gpu_peak()
     steps = []
     while not done():
         steps.append(_step(run, device))
     wait()
     whole = time.perf_counter() - begin
-    return _slowest(stall), _slowest(whole), steps[:-1], _most(peak())  # the last step may have run on after the end
+    # The last step may have run on after the end.
+    return _Background(_slowest(stall), _slowest(whole), steps[:-1], _most(peak()), _most(gpu))
 
 
 def _step(run: Run, device: torch.device) -> float:
@@ -139,17 +151,23 @@ def _step(run: Run, device: torch.device) -> float:
 def _timed(work: Callable[[], object], device: torch.device) -> tuple[float, int | None, int | None]:
     """Return seconds, peak of host memory and of GPU memory beyond what is held."""
     _synchronize(device)
-    peak = _peak_memory()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    peak, gpu_peak = _peak_memory(), _peak_gpu_memory(device)
     begin = time.perf_counter()
     work()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    seconds = _slowest(time.perf_counter() - begin)
-    gpu = _most(torch.cuda.max_memory_allocated() - held) if device.type == "cuda" else None
-    return seconds, _most(peak()), gpu
+    seconds = time.perf_counter() - begin
+    memory, gpu = peak(), gpu_peak()
+    return _slowest(seconds), _most(memory), _most(gpu)
+
+
+def _peak_gpu_memory(device: torch.device) -> Callable[[], int | None]:
+    """Start to watch the peak of what tensors take on the GPU; returns how to read what was added."""
+    if device.type != "cuda":
+        return lambda: None
+    torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_allocated(device)
+    return lambda: torch.cuda.max_memory_allocated(device) - held
 
 
 def _peak_memory() -> Callable[[], int | None]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from torch.distributed.tensor import DTensor
 
 import flashoptim_dist as fod
 from flashoptim_dist import checkpoint
+
+Key = Literal["ours", "torch-dcp", "torch-ours", "official"]
+KEYS: tuple[Key, ...] = get_args(Key)
 
 Wait = Callable[[], object]
 Done = Callable[[], bool]
@@ -46,9 +49,12 @@ class Run:
 class Subject:
     """One row of the table."""
 
+    key: Key
+    """What the command line calls it."""
     name: str
     make: Callable[[], Run]
-    needs_gpu: bool = False
+    missing: str = ""
+    """Why it can't be measured here; empty where it can."""
 
 
 class Weights(nn.Module):
@@ -80,7 +86,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def subjects(shapes: Sequence[tuple[int, ...]], device: torch.device, mesh: DeviceMesh | None) -> list[Subject]:
-    """Return what can be compared here, ours first."""
+    """Return what is compared, ours first."""
 
     def ours() -> Run:
         model = make_model(shapes, torch.bfloat16, device, mesh)
@@ -94,14 +100,17 @@ def subjects(shapes: Sequence[tuple[int, ...]], device: torch.device, mesh: Devi
 
         return make
 
-    found = [
-        Subject("flashoptim_dist", ours),
-        Subject("torch AdamW fp32, torch DCP", torchs(by_us=False)),
-        Subject("torch AdamW fp32, flashoptim_dist.checkpoint", torchs(by_us=True)),
+    missing = ""
+    if importlib.util.find_spec("flashoptim") is None:
+        missing = "the package flashoptim is not installed"
+    elif device.type != "cuda":
+        missing = "its step needs a GPU"
+    return [
+        Subject("ours", "flashoptim_dist", ours),
+        Subject("torch-dcp", "torch AdamW fp32, torch DCP", torchs(by_us=False)),
+        Subject("torch-ours", "torch AdamW fp32, flashoptim_dist.checkpoint", torchs(by_us=True)),
+        Subject("official", "flashoptim FlashAdamW, torch DCP", lambda: _official_run(shapes, device, mesh), missing),
     ]
-    if importlib.util.find_spec("flashoptim") is not None:
-        found.append(Subject("flashoptim FlashAdamW, torch DCP", lambda: _official_run(shapes, device, mesh), True))
-    return found
 
 
 def _our_run(model: nn.Module, optimizer: torch.optim.Optimizer) -> Run:
