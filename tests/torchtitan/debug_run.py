@@ -142,9 +142,11 @@ def recorded_metrics() -> Iterator[list[tuple[int, float, float]]]:
 
 @dataclass
 class Trained:
-    """What a run left: (step, loss, norm) by step, all weights and flat states, fp32 masters, kinds of optimizers."""
+    """What a run left: (step, loss, norm) by step, all weights and flat states as they were loaded and at the end,
+    fp32 masters, kinds of optimizers."""
 
     metrics: list[tuple[int, float, float]]
+    loaded: dict[str, Any]
     state: dict[str, Any]
     masters: dict[str, torch.Tensor]
     optimizers: list[str]
@@ -154,10 +156,20 @@ def run(make: Callable[..., Any], folder: str, **options: Any) -> Trained:
     """Build, load what there is, train to the end, and save as the config says. All ranks must call."""
     with cpu_shims(), recorded_metrics() as metrics:
         trainer = build(make(folder, **options))
+        [model] = trainer.model_parts
+        loaded: dict[str, Any] = {}
+        load = trainer.checkpointer.load
+
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            found = load(*args, **kwargs)
+            if found:  # asked for the state of a fresh AdamW, torch makes a step
+                loaded.update(snapshot(model, trainer.optimizers))
+            return found
+
         try:
-            trainer.train()
+            with mock.patch.object(trainer.checkpointer, "load", recording):
+                trainer.train()
             trainer.checkpointer.maybe_wait_for_saving()
-            [model] = trainer.model_parts
             kinds = [type(optimizer).__name__ for optimizer in trainer.optimizers]
             masters = {
                 name: full(value)
@@ -165,7 +177,7 @@ def run(make: Callable[..., Any], folder: str, **options: Any) -> Trained:
                 if isinstance(optimizer, FlashOptimizer)
                 for name, value in optimizer.get_master_weights(model).items()
             }
-            return Trained(metrics, snapshot(model, trainer.optimizers), masters, kinds)
+            return Trained(metrics, loaded, snapshot(model, trainer.optimizers), masters, kinds)
         finally:
             trainer.close()
 
