@@ -11,7 +11,6 @@ import operator
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
+from flashoptim_dist.clipping_reductions import MeshSums, reduce_over
 from flashoptim_dist.optim.base import FlashOptimizer
 from flashoptim_dist.optim.norms import NormPlan
 from flashoptim_dist.sharding import local_tensor
@@ -49,9 +49,13 @@ def clip_grad_norm_(
     it holds. Without (parameters, or another optimizer) the gradients are multiplied in place, as torch does.
 
     All ranks must call, in the same order. Parameters may be plain tensors and DTensors of any meshes and placements
-    (FSDP, HSDP, tensor and expert parallel): the sums of a mesh are reduced over it, and replicas count once. A plain
-    tensor counts as it is on this rank, without communication; it must be the same on all of them. Nothing waits for
-    the device, except with ``error_if_nonfinite``.
+    (FSDP, HSDP, tensor and expert parallel): one all-reduce over the ranks of each mesh, whatever its dimensions, of
+    meshes of the same ranks together; replicas count once. A plain tensor counts as it is on this rank, without
+    communication; it must be the same on all of them. Nothing waits for the device, except with
+    ``error_if_nonfinite``, and in the first call for a mesh of several dimensions over a part of all ranks: its ranks
+    make a group then. Where torch lets no part of the ranks do that by themselves (``init_process_group(device_id=)``,
+    or ranks that have made different numbers of groups) there is an all-reduce per dimension instead; flatten such a
+    mesh beforehand, as all ranks can, to have one.
 
     Args:
         parameters_or_optimizer: one or more parameters, or one or more optimizers, whose parameters share the norm.
@@ -128,78 +132,6 @@ def _resolve(given: ParametersOrOptimizer) -> tuple[list[torch.optim.Optimizer],
 
 
 # ---------------------------------------------------------------------- the norm
-
-
-@dataclass
-class MeshSums:
-    """Which mesh and replication belong to each bucket; ``buckets`` says which bucket each gradient goes into.
-
-    Derived from the parameters alone, those without a gradient included, so that all ranks of a mesh take part in its
-    reduction. Bucket 0 holds plain tensors, of which there may be none.
-    """
-
-    has_plain: bool = False
-    meshes: list[DeviceMesh] = field(default_factory=list)
-    keys: dict[tuple[int, int], int] = field(default_factory=lambda: {(-1, 1): 0})
-
-    def bucket(self, tensor: Tensor) -> int:
-        """Return the bucket of a tensor's squares: its mesh, and on how many ranks of it the same ones lie."""
-        if not isinstance(tensor, DTensor):
-            self.has_plain = True
-            return 0
-        mesh = tensor.device_mesh
-        if mesh not in self.meshes:
-            self.meshes.append(mesh)
-        replicas = math.prod(
-            mesh.size(dim) for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)
-        )
-        return self.keys.setdefault((self.meshes.index(mesh), replicas), len(self.keys))
-
-    def total(self, sums: Tensor, infinity: bool) -> Tensor:
-        """Reduce the buckets' sums over their meshes; return the sum over all, fp64, 0-dim. All ranks must call."""
-        parts = sums.unbind()
-        total = parts[0] if self.has_plain or not self.meshes else None
-        for number, mesh in enumerate(self.meshes):
-            # Every replica counts for its part of one, so that all ranks of the mesh get the same number, even where
-            # replicas differ.
-            mine = [
-                parts[bucket] if infinity or replicas == 1 else parts[bucket] / replicas
-                for (of_mesh, replicas), bucket in self.keys.items()
-                if of_mesh == number
-            ]
-            value = mine[0]
-            if len(mine) > 1:
-                value = torch.stack(mine).max() if infinity else torch.stack(mine).sum()
-            groups = mesh.get_all_groups() if mesh.get_coordinate() is not None else []
-            value = reduce_over(value, [group for group in groups if dist.get_world_size(group) > 1], infinity)
-            if total is None:
-                total = value
-            else:
-                total = torch.maximum(total, value) if infinity else total + value
-        assert total is not None
-        return total
-
-
-def reduce_over(value: Tensor, groups: Sequence[dist.ProcessGroup], infinity: bool) -> Tensor:
-    """All-reduce a norm's part (fp64, 0-dim, not negative) over one group after the other, on a device that the group
-    serves; return it on its own. All ranks of the groups must call.
-    """
-    for group in groups:
-        devices = group._device_types
-        moved = value if value.device in devices or value.device.type in {d.type for d in devices} else None
-        if moved is None:
-            moved = value.to(torch.device(devices[0].type, torch.accelerator.current_device_index()))
-        if infinity:
-            # NaN is lost in some backends' maximum. As integers, magnitudes are in order and NaN is above Inf.
-            packed = moved.abs().view(torch.int64)
-            dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=group)
-            value = packed.view(torch.float64).to(value.device)
-        else:
-            # Two elements: backends may add up the ranks in another order, to other bits, where they are given one.
-            packed = torch.stack([moved, moved])
-            dist.all_reduce(packed, op=dist.ReduceOp.SUM, group=group)
-            value = packed[0].to(value.device)
-    return value
 
 
 class _Known:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate
 
+from flashoptim_dist.clipping_reductions import own_groups_over, ranks_of, replicas_of
 from flashoptim_dist.optim.base import FlashOptimizer
 from flashoptim_dist.optim.checks import check_gradient
 from flashoptim_dist.optim.norms import NormPlan
@@ -87,7 +87,7 @@ class UnitClipping:
         )
         self._number = {unit.name: number for number, unit in enumerate(self._units)}
         self._sums: dict[Subset, _Sums] = {}
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._groups: dict[DeviceMesh, tuple[dist.ProcessGroup, ...]] = {}
         self._running: _RunningNorms | None = None
         self._loaded: dict[str, Any] = {}
         self.last_norm: Tensor | None = None
@@ -95,7 +95,7 @@ class UnitClipping:
             for unit in self._units:
                 for parameter in unit.parameters:
                     if isinstance(parameter, DTensor):
-                        self._group_of(parameter.device_mesh)
+                        self._groups_of(parameter.device_mesh)
 
     @property
     def knows_scaler(self) -> bool:
@@ -190,7 +190,8 @@ class UnitClipping:
             if reduction.replicas is not None:
                 part = part / reduction.replicas
             moved = part.to(reduction.device)
-            dist.all_reduce(moved, group=reduction.group)
+            for group in reduction.groups:
+                dist.all_reduce(moved, group=group)
             if reduction.rows is None:
                 squares = moved.to(device)
             else:
@@ -198,36 +199,42 @@ class UnitClipping:
         return squares
 
     def _reductions(self, subset: Subset, device: torch.device) -> list[_Reduction]:
-        """Return one reduction for each mesh of more than one rank."""
-        meshes: dict[DeviceMesh, list[int]] = {}
+        """Return one reduction for each set of ranks that meshes of more than one rank have."""
+        by_groups: dict[tuple[dist.ProcessGroup, ...], list[tuple[int, DTensor]]] = {}
         for row, parameter in enumerate(subset.parameters):
             if isinstance(parameter, DTensor):
-                meshes.setdefault(parameter.device_mesh, []).append(row)
+                by_groups.setdefault(self._groups_of(parameter.device_mesh), []).append((row, parameter))
         found = []
-        for mesh, rows in meshes.items():
-            group = self._group_of(mesh)
-            if group is not None:
-                replicas = torch.tensor([_replicas(subset.parameters[row]) for row in rows], dtype=torch.float64)
+        for groups, members in by_groups.items():
+            if groups:
+                rows = [row for row, _ in members]
+                replicas = torch.tensor([replicas_of(parameter) for _, parameter in members], dtype=torch.float64)
                 some = torch.tensor(rows, device=device) if len(rows) < len(subset.parameters) else None
                 weights = replicas.to(device) if bool((replicas > 1.0).any()) else None
-                place = torch.device(mesh.device_type) if device.type != mesh.device_type else device
-                found.append(_Reduction(group, some, weights, place))
+                kind = members[0][1].device_mesh.device_type
+                found.append(_Reduction(groups, some, weights, device if device.type == kind else torch.device(kind)))
         return found
 
-    def _group_of(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
-        """Return the process group over all ranks of a mesh, None for one rank. Where it is made, all must call."""
-        ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-        if ranks not in self._groups:
-            alone = len(ranks) == 1 or mesh.get_coordinate() is None
-            self._groups[ranks] = None if alone else dist.new_group(list(ranks), use_local_synchronization=True)
-        return self._groups[ranks]
+    def _groups_of(self, mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:
+        """Return the groups that reduce over all ranks of a mesh, one after the other; the same for meshes of the same
+        ranks. Where they are made, all must call.
+        """
+        found = self._groups.get(mesh)
+        if found is None:
+            ranks = ranks_of(mesh)
+            alike = [m for m in self._groups if m.device_type == mesh.device_type and ranks_of(m) == ranks]
+            found = self._groups[alike[0]] if alike else tuple(own_groups_over(mesh, ranks))
+            self._groups[mesh] = found
+        return found
 
 
 @dataclass(frozen=True)
 class _Reduction:
-    """An all-reduce over a mesh: of which rows (None: all), divided by how many replicas, on which device."""
+    """A sum over the ranks of a mesh: over one group (or several, one after the other), of which rows (None: all),
+    divided by how many replicas, on which device.
+    """
 
-    group: dist.ProcessGroup
+    groups: tuple[dist.ProcessGroup, ...]
     rows: Tensor | None
     replicas: Tensor | None
     device: torch.device
@@ -250,13 +257,6 @@ def _clamp(gradients: list[Tensor], bound: float, scale: Tensor | None) -> None:
     for gradient in gradients:
         largest = bound * scale.to(gradient.device, non_blocking=True)
         gradient.clamp_(min=-largest, max=largest)
-
-
-def _replicas(parameter: Tensor) -> int:
-    """Return on how many ranks of its mesh the same elements of a parameter lie."""
-    assert isinstance(parameter, DTensor)
-    mesh = parameter.device_mesh
-    return math.prod(mesh.size(dim) for dim, p in enumerate(parameter.placements) if isinstance(p, Replicate))
 
 
 def _coefficient(max_norm: float, norm: Tensor) -> Tensor:
