@@ -241,11 +241,10 @@ class GradientRelease:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         assert isinstance(optimizer, FlashOptimizer)
-        scaled = getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None
-        if scaled and self._stepped and not self._clipping.knows_scaler:
+        if self._clipping.is_scaled_by_another(optimizer) and (self._stepped or self._has_leftovers()):
             raise RuntimeError(
-                "the loss is scaled by a GradScaler, of which gradient release does not know: parameters were stepped "
-                "with scaled gradients. Call enable_gradient_release(..., grad_scaler=scaler)"
+                "the loss is scaled by a GradScaler, of which gradient release does not know, so that it steps with "
+                "scaled gradients. Call enable_gradient_release(..., grad_scaler=scaler)"
             )
         self._flush()
         if not self._makes_template(optimizer):
@@ -268,6 +267,9 @@ class GradientRelease:
             for unit in self._units
             for parameter, owner in unit.optimizers.items()
         )
+
+    def _has_leftovers(self) -> bool:
+        return any(parameter.grad is not None for unit in self._units for parameter in unit.parameters)
 
     def _flush_leftovers(self, optimizer: torch.optim.Optimizer) -> None:
         """Step what the last backward did not reach, of all optimizers: it belongs to the update that ends here.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -90,6 +91,7 @@ class UnitClipping:
         self._groups: dict[DeviceMesh, tuple[dist.ProcessGroup, ...]] = {}
         self._running: _RunningNorms | None = None
         self._loaded: dict[str, Any] = {}
+        self._given: dict[FlashOptimizer, Tensor] = {}
         self.last_norm: Tensor | None = None
         if self._takes_norms:
             for unit in self._units:
@@ -97,20 +99,24 @@ class UnitClipping:
                     if isinstance(parameter, DTensor):
                         self._groups_of(parameter.device_mesh)
 
-    @property
-    def knows_scaler(self) -> bool:
-        """Whether a GradScaler was given."""
-        return self._scaler is not None
+    def is_scaled_by_another(self, optimizer: FlashOptimizer) -> bool:
+        """Whether the ``step()`` that was called comes from a GradScaler, and not from the one that was given."""
+        names = ("found_inf", "grad_scale")  # which GradScaler.step() sets for the time of the call
+        if all(getattr(optimizer, name, None) is None for name in names):
+            return False
+        return self._scaler is None or id(optimizer) not in self._scaler._per_optimizer_states
 
     def inputs(self, unit: Unit, subsets: Sequence[tuple[FlashOptimizer, Subset]]) -> list[GradientInputs]:
         """Return what the step of each subset of a unit needs; clamp their gradients. All ranks must call.
 
+        A coefficient that ``clip_grad_norm_`` gave an optimizer (of gradients that were accumulated) counts as well.
+
         Raises:
             RuntimeError: a sparse gradient, named.
         """
-        scale = self._scaler._get_scale_async() if self._scaler is not None else None
+        scales = [self._scale_of(optimizer) for optimizer, _ in subsets]
         squares: list[Tensor] = []
-        for optimizer, subset in subsets:
+        for (optimizer, subset), scale in zip(subsets, scales, strict=True):
             gradients = [local_tensor(parameter.grad) for parameter in subset.parameters if parameter.grad is not None]
             if any(gradient.layout != torch.strided for gradient in gradients):
                 for parameter in subset.parameters:
@@ -119,18 +125,23 @@ class UnitClipping:
             if self._value is not None:
                 _clamp(gradients, self._value, scale)
             if self._takes_norms:
-                squares.append(self._squares(subset, gradients, optimizer._fused))
+                square = self._squares(subset, gradients, optimizer._fused)
+                if scale is not None:
+                    square = square / scale.to(square.device, non_blocking=True).double().square()
+                squares.append(square)
+        given = [optimizer.clip_coefficient for optimizer, _ in subsets]
+        for (optimizer, _), coefficient in zip(subsets, given, strict=True):
+            if coefficient is not None:
+                self._given[optimizer] = coefficient
         if not self._takes_norms:
-            return [GradientInputs() for _ in subsets]
-        if scale is not None:
-            squares = [square / scale.to(square.device, non_blocking=True).double().square() for square in squares]
+            return [GradientInputs(coefficient=coefficient) for coefficient in given]
         if self._running is None:
             self._running = _RunningNorms(len(self._units), squares[0].device)
             self._running.load(self._loaded, self._number)
         running = self._running
         estimate = running.arrived(self._number[unit.name], [square.sum() for square in squares])
         found = []
-        for square in squares:
+        for square, scale, earlier in zip(squares, scales, given, strict=True):
             if self._parameter_norm is not None:
                 coefficient = _coefficient(self._parameter_norm, square.sqrt())
             elif self._global_norm is not None:
@@ -138,26 +149,34 @@ class UnitClipping:
             else:
                 coefficient = torch.ones_like(estimate)
             coefficient = torch.where(running.is_bad, math.nan, coefficient.to(estimate.device)).float()
+            if earlier is not None:
+                coefficient = coefficient * earlier.to(coefficient.device)
             found.append(GradientInputs(grad_scale=scale, coefficient=coefficient))
         return found
 
     def finish(self, optimizers: Sequence[FlashOptimizer]) -> None:
         """End an update, if one was begun: count it if it was skipped, and take its norms into the means."""
-        running = self._running
-        if running is None or not running.began:
-            return
-        flag = running.is_bad
+        given, self._given = self._given, {}
+        running = self._running if self._running is not None and self._running.began else None
         for optimizer in optimizers:
-            counter = optimizer._stepper.skip_counter(flag.device)
-            counter += flag.to(counter.dtype)
-            if self._scaler is not None:
+            flags = [] if running is None else [running.is_bad]
+            # What is left for step() itself takes the coefficient too, and is counted there.
+            if optimizer in given and optimizer._has_no_gradient():
+                flags.append(~(given[optimizer] >= 0.0))
+            if flags:
+                device = flags[0].device
+                counter = optimizer._stepper.skip_counter(device)
+                counter += torch.stack([flag.to(device) for flag in flags]).any().to(counter.dtype)
+            if running is not None and self._scaler is not None:
                 # What GradScaler.update() reads; its own check found no gradient to look at.
                 state = self._scaler._per_optimizer_states[id(optimizer)]
-                state["found_inf_per_device"] = {flag.device: flag.float()}
-        self.last_norm = running.finish()
+                state["found_inf_per_device"] = {running.is_bad.device: running.is_bad.float()}
+        if running is not None:
+            self.last_norm = running.finish()
 
     def abandon(self) -> None:
         """Forget an update that was begun, as if it had not been; ``last_norm`` stays."""
+        self._given = {}
         if self._running is not None:
             self._running.begin()
 
@@ -172,6 +191,13 @@ class UnitClipping:
         self._loaded = dict(state_dict)
         if self._running is not None:
             self._running.load(self._loaded, self._number)
+
+    def _scale_of(self, optimizer: FlashOptimizer) -> Tensor | None:
+        """Return what an optimizer's gradients are multiplied by; None after ``scaler.unscale_`` of those left."""
+        if self._scaler is None:
+            return None
+        state = self._scaler._per_optimizer_states.get(id(optimizer), {})
+        return None if state.get("stage") is OptState.UNSCALED else self._scaler._get_scale_async()
 
     # ------------------------------------------------------------------ sums over a unit
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -270,13 +271,68 @@ def test_grad_scaler_as_without_release(spoil: bool) -> None:
 
 
 @pytest.mark.parametrize("unscale", [False, True])
-def test_a_grad_scaler_that_release_does_not_know_of_is_refused(unscale: bool) -> None:
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("told_of_another", [False, True])
+def test_a_grad_scaler_that_release_does_not_know_of_is_refused(
+    told_of_another: bool, accumulate: bool, unscale: bool
+) -> None:
+    """Also where nothing was stepped yet, because all of the update ran under accumulate()."""
     model = nn.Linear(32, 32)
     optimizer = fod.FlashAdamW(model.named_parameters())
-    fod.enable_gradient_release(model, optimizer)
+    other = torch.amp.GradScaler("cpu", init_scale=4.0) if told_of_another else None
+    handle = fod.enable_gradient_release(model, optimizer, grad_scaler=other)
     scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(model(torch.ones(1, 32)).sum()).backward()
+    with handle.accumulate() if accumulate else nullcontext():
+        scaler.scale(model(torch.ones(1, 32)).sum()).backward()
+    before = model.weight.detach().clone()
     if unscale:
         scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match=r"enable_gradient_release\(\.\.\., grad_scaler=scaler\)"):
         scaler.step(optimizer)
+    assert torch.equal(model.weight, before)
+
+
+# ---------------------------------------------------------------------- all of an update under accumulate()
+
+
+def _accumulated(release: bool, scaled: bool, unscale: bool, clip: bool, spoil: bool) -> tuple[State, list[int], float]:
+    """Two optimizers, three updates of two micro-batches; nothing is stepped before step()."""
+    model = build(_world(), layers=2)
+    named = list(model.named_parameters())
+    optimizers = [fod.FlashAdamW(named[:5], lr=1e-3), fod.FlashAdamW(named[5:], lr=1e-3)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1000, enabled=scaled)
+    handle = fod.enable_gradient_release(model, optimizers, grad_scaler=scaler) if release else None
+    norm = torch.zeros(())
+    for step in range(3):
+        with nullcontext() if handle is None else handle.accumulate():
+            for micro in range(2):
+                factor = math.inf if spoil and step == 1 else 1.0
+                scaler.scale(loss_of(model, batch(step, micro)) * factor).backward()
+        if unscale:
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+        if clip:
+            norm = fod.clip_grad_norm_(optimizers, 0.25)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    state = {**everything(model, optimizers[0]), **everything(model, optimizers[1])}
+    return state, [optimizer.skipped_steps for optimizer in optimizers], float(norm)
+
+
+@pytest.mark.parametrize("spoil", [False, True])
+@pytest.mark.parametrize(
+    "scaled, unscale, clip", [(False, False, True), (True, False, False), (True, True, False), (True, True, True)]
+)
+def test_an_update_that_is_all_accumulated_is_that_without_release(
+    scaled: bool, unscale: bool, clip: bool, spoil: bool
+) -> None:
+    """clip_grad_norm_ and unscale_ see all gradients then, and what they did to them counts in step()."""
+    on, off = (run_ranks(2, _accumulated, release, scaled, unscale, clip, spoil) for release in (True, False))
+    for (state, skipped, norm), (expected, expected_skipped, expected_norm) in zip(on, off, strict=True):
+        assert skipped == expected_skipped == ([1, 1] if spoil else [0, 0])
+        assert norm == expected_norm
+        assert norm > 0.25 or not clip
+        _assert_equal(state, expected)
