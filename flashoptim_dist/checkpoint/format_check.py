@@ -3,28 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from flashoptim_dist.checkpoint.errors import CheckpointFormatError
-from flashoptim_dist.checkpoint.layout import MODEL
+from flashoptim_dist.checkpoint.errors import CheckpointFormatError, DamagedCheckpointError
+from flashoptim_dist.checkpoint.layout import FORMAT, MODEL
 from flashoptim_dist.checkpoint.reader import SafeReader
 from flashoptim_dist.checkpoint.snapshot import LAYOUT_VERSION, format_of
 from flashoptim_dist.optim.versions import check_format
 
 _SHOWN = 5
+_SPEC_KEYS = {"version", "group_size"}
+"""What the record of an optimizer of this library has, beside ``name`` and ``optimizer``."""
 
 
-def check_record(record: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose layout is newer than this library knows."""
+def check_record(record: Any, path: Path) -> None:
+    """Refuse a checkpoint whose layout is newer than this library knows.
+
+    Raises:
+        CheckpointFormatError: it is newer.
+        DamagedCheckpointError: the ``format`` entry of the checkpoint at ``path`` holds something else.
+    """
+    if not _is_record(record):
+        raise DamagedCheckpointError(f"{path} is damaged: its entry {FORMAT!r} is no record of a format")
     version = record.get("layout_version", LAYOUT_VERSION)
     if version != LAYOUT_VERSION:
         raise CheckpointFormatError(
             f"it has checkpoint layout version {version}, and this library reads version {LAYOUT_VERSION}. Load it "
             f"with {_writer(record)}"
         )
+
+
+def _is_record(record: Any) -> bool:
+    if not isinstance(record, Mapping):
+        return False
+    optimizers = record.get("optimizers", [])
+    return (
+        isinstance(optimizers, list | tuple)
+        and isinstance(record.get("same_on_all_ranks", {}), Mapping)
+        and all(isinstance(spec, Mapping) and isinstance(spec.get("optimizer"), str) for spec in optimizers)
+        and all(
+            spec.keys() >= _SPEC_KEYS and isinstance(spec["version"], int) for spec in optimizers if spec.get("name")
+        )
+    )
 
 
 def specs_for(record: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any] | None]:

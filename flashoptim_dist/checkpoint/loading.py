@@ -109,7 +109,7 @@ class _Load:
         if self.reader.is_object(layout.FORMAT):
             self.record = self.reader.object(layout.FORMAT)
             check_manifest_exists(self.target)
-        check_record(self.record)
+        check_record(self.record, self.target)
         self._specs = specs_for(self.record, self.optimizers)
 
     def match_model(self) -> set[str]:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from flashoptim_dist.checkpoint.errors import CheckpointFormatError
+from flashoptim_dist.checkpoint.errors import CheckpointFormatError, DamagedCheckpointError
 from flashoptim_dist.checkpoint.layout import OPTIMIZER, PARAM_GROUPS, STATE, Path_
 from flashoptim_dist.checkpoint.reader import SafeReader
 from flashoptim_dist.sharding import like_parameter, local_tensor
@@ -187,19 +187,21 @@ def _states_by_parameter(reader: SafeReader, live: set[str]) -> dict[str, dict[P
 def _groups_by_parameter(reader: SafeReader) -> dict[str, dict[str, Any]]:
     """Return for every parameter name the options of its saved group."""
     paths = reader.metadata.planner_data or {}
-    nested: dict[int, dict[str, Any]] = {}
+    nested: dict[str | int, dict[str, Any]] = {}
     by_name: dict[str, dict[str, Any]] = {}
     for key in reader.names():
         if not key.startswith(_GROUPS_PREFIX):
             continue
         path = paths.get(key, ())
         if len(path) >= 4:
-            _put(nested.setdefault(int(path[2]), {}), tuple(path[3:]), _value(reader, key))
+            _put(nested.setdefault(path[2], {}), tuple(path[3:]), _value(reader, key))
         else:
             name, option = key[len(_GROUPS_PREFIX) :].rsplit(".", 1)
             by_name.setdefault(name, {})[option] = _value(reader, key)
     for group in nested.values():
         names = group.pop("params", [])
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            raise DamagedCheckpointError(f"{reader.directory} is damaged: parameter groups in it name no parameters")
         by_name.update(dict.fromkeys(names, group))
     for group in by_name.values():
         group.pop("param_names", None)

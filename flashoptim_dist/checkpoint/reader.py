@@ -71,7 +71,7 @@ class SafeReader(FileSystemReader):
 
     def object(self, key: str) -> Any:
         """Return an object."""
-        info = self.storage_data[MetadataIndex(key)]
+        info = self.place(MetadataIndex(key))
         file = self.directory / info.relative_path
         if info.transform_descriptors:
             raise CheckpointError(
@@ -122,8 +122,19 @@ class SafeReader(FileSystemReader):
                 raise reading_error(f"{file} (entry {item.storage_index.fqn!r})", error) from error
         return done
 
+    def place(self, *indices: MetadataIndex) -> Any:
+        """Return where the first of these that is known lies: ``relative_path``, ``offset`` and ``length``.
+
+        Raises:
+            DamagedCheckpointError: none is known.
+        """
+        for index in indices:
+            if index in self.storage_data:
+                return self.storage_data[index]
+        raise DamagedCheckpointError(f"{self.directory / METADATA} does not say where {indices[0].fqn!r} is")
+
     def _position(self, item: ReadItem) -> tuple[str, int]:
-        info = self.storage_data[item.storage_index]
+        info = self.place(item.storage_index)
         return info.relative_path, info.offset
 
 

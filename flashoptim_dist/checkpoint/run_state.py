@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashoptim_dist.checkpoint.errors import CheckpointFormatError
+from flashoptim_dist.checkpoint.errors import CheckpointFormatError, DamagedCheckpointError
 from flashoptim_dist.checkpoint.layout import DATALOADER, EXTRAS, RNG
 from flashoptim_dist.checkpoint.nesting import nest
 from flashoptim_dist.checkpoint.ranks import Ranks
@@ -62,21 +62,32 @@ def load_dataloader(reader: SafeReader, record: Mapping[str, Any], dataloader: A
 
 
 def load_rng(reader: SafeReader, record: Mapping[str, Any], ranks: Ranks) -> None:
-    """Restore the random states; on another number of ranks start new ones that repeat at each load."""
+    """Restore the random states; on another number of ranks start new ones that repeat at each load.
+
+    Raises:
+        DamagedCheckpointError: the entry holds something else.
+    """
     saved = record.get("world_size")
-    if saved == ranks.world_size and reader.is_object(f"{RNG}.{ranks.rank}"):
-        restore_rng(reader.object(f"{RNG}.{ranks.rank}"))
-    elif reader.is_object(f"{RNG}.0"):
-        state = reader.object(f"{RNG}.0")
-        if record.get("same_on_all_ranks", {}).get(RNG):
-            restore_rng(state)
-        else:
-            warnings.warn(
-                f"the checkpoint holds the random states of {saved} ranks, and {ranks.world_size} are loading: each "
-                "starts a new, repeatable stream",
-                stacklevel=2,
-            )
-            reseed_rng(state, ranks.rank, ranks.world_size)
+    same_ranks = saved == ranks.world_size and reader.is_object(f"{RNG}.{ranks.rank}")
+    key = f"{RNG}.{ranks.rank if same_ranks else 0}"
+    if not reader.is_object(key):
+        return
+    state = reader.object(key)
+    if not same_ranks and not record.get("same_on_all_ranks", {}).get(RNG):
+        warnings.warn(
+            f"the checkpoint holds the random states of {saved} ranks, and {ranks.world_size} are loading: each "
+            "starts a new, repeatable stream",
+            stacklevel=2,
+        )
+        reseed_rng(state, ranks.rank, ranks.world_size)
+        return
+    try:
+        restore_rng(state)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise DamagedCheckpointError(
+            f"{reader.directory} (entry {key!r}) holds no random states ({type(error).__name__}: {error}); pass "
+            "rng=False to load the rest"
+        ) from error
 
 
 class ExtrasLoad:
@@ -87,7 +98,9 @@ class ExtrasLoad:
         paths = reader.metadata.planner_data or {}
         self._reader = reader
         self._extras = extras
-        self._saved = {key: tuple(paths[key][1:]) for key in reader.names() if paths.get(key, ("",))[0] == EXTRAS}
+        self._saved = {
+            key: path[1:] for key in reader.names() if len(path := paths.get(key, ())) > 1 and path[0] == EXTRAS
+        }
         live = {path: value for path, value in extras_leaves(extras or {}) if isinstance(value, torch.Tensor)}
         self._tensors = {
             key: live[path] for key, path in self._saved.items() if path in live and not reader.is_object(key)

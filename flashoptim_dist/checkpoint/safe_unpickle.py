@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from flashoptim_dist.checkpoint.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 
-_ALLOWED = {
+_RECORDS = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
@@ -26,9 +27,12 @@ _ALLOWED = {
         "StorageMeta",
         "TensorProperties",
         "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+}
+"""DCP's dataclasses, pickled as an empty object and its fields."""
+_CALLED = {
+    "torch.distributed.checkpoint.metadata": {"_MEM_FORMAT_ENCODING"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
     "collections": {"OrderedDict"},
@@ -36,18 +40,31 @@ _ALLOWED = {
     "pathlib": {"PosixPath", "PurePosixPath"},
     "pathlib._local": {"PosixPath", "PurePosixPath"},
 }
+"""What is pickled as a call."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """Gives a pickle stand-ins of its own for the classes and functions that it may name.
+
+    A pickle can set attributes of whatever it gets hold of; of the real ones they would stay, for the whole process.
+    """
+
     def find_class(self, module: str, name: str) -> Any:
-        if name in _ALLOWED.get(module, ()):
-            return super().find_class(module, name)
+        if name in _RECORDS.get(module, ()):
+            return _stand_in(super().find_class(module, name))
+        if name in _CALLED.get(module, ()):
+            return partial(super().find_class(module, name))
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise UnsafeCheckpointError(f"asks for {module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
         raise UnsafeCheckpointError("refers to objects outside the file")
+
+
+def _stand_in(record: type) -> type:
+    """Return a class that makes empty objects of another one."""
+    return type(record.__name__, (), {"__new__": lambda _, *arguments: object.__new__(record)})
 
 
 def load_metadata(data: bytes, file: str) -> Metadata:
@@ -61,9 +78,13 @@ def load_metadata(data: bytes, file: str) -> Metadata:
     if not isinstance(metadata, Metadata) or not isinstance(getattr(metadata, "state_dict_metadata", None), dict):
         raise DamagedCheckpointError(f"{file} holds no DCP metadata")
     try:
-        whole = all(_is_whole(entry) for entry in metadata.state_dict_metadata.values()) and all(
-            isinstance(place.offset, int) and isinstance(place.length, int) and min(place.offset, place.length) >= 0
-            for place in (metadata.storage_data or {}).values()
+        whole = (
+            all(isinstance(key, str) and _is_whole(entry) for key, entry in metadata.state_dict_metadata.items())
+            and all(
+                isinstance(place.offset, int) and isinstance(place.length, int) and min(place.offset, place.length) >= 0
+                for place in (metadata.storage_data or {}).values()
+            )
+            and _are_paths(metadata.planner_data or {})
         )
     except (AttributeError, TypeError, ValueError):  # a pickle may leave out fields, or fill them with anything
         whole = False
@@ -82,6 +103,23 @@ def _is_whole(entry: Any) -> bool:
         isinstance(entry.properties.dtype, torch.dtype)
         and len(lengths) == 1
         and all(isinstance(number, int) and number >= 0 for number in numbers)
+        and all(
+            offset + length <= size
+            for chunk in entry.chunks
+            for offset, length, size in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+        )
+    )
+
+
+def _are_paths(paths: dict[Any, Any]) -> bool:
+    """Return whether these are places of entries in nested containers, none of them inside another."""
+    inner = {path[:length] for path in paths.values() for length in range(len(path))}
+    return all(
+        isinstance(key, str)
+        and isinstance(path, tuple)
+        and all(isinstance(piece, str | int) for piece in path)
+        and path not in inner
+        for key, path in paths.items()
     )
 
 

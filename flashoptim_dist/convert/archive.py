@@ -14,6 +14,7 @@ import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,10 @@ class _Unpickler(pickle.Unpickler):
         known: dict[tuple[str, str], Any] = {
             ("collections", "OrderedDict"): OrderedDict,
             ("torch", "Size"): tuple,
-            ("torch._utils", "_rebuild_tensor_v2"): _Reference,
-            ("torch._utils", "_rebuild_parameter"): _parameter,
-            ("_codecs", "encode"): _bytes,
+            # New ones each time: a pickle can set attributes of what it gets hold of, and on the real ones they stay.
+            ("torch._utils", "_rebuild_tensor_v2"): partial(_Reference),
+            ("torch._utils", "_rebuild_parameter"): partial(_parameter),
+            ("_codecs", "encode"): partial(_bytes),
         }
         if (module, name) in known:
             return known[module, name]

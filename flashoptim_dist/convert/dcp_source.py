@@ -60,10 +60,7 @@ def _tensor(reader: SafeReader, key: str, saved: TensorStorageMetadata) -> Chunk
     """Return an entry; what its chunks hold is compared with what ``.metadata`` says when they are read."""
 
     def place(offsets: tuple[int, ...]) -> Any:
-        for index in (MetadataIndex(key, torch.Size(offsets)), MetadataIndex(key)):
-            if index in reader.storage_data:
-                return reader.storage_data[index]
-        raise DamagedCheckpointError(f"{reader.directory / METADATA} does not say where {key!r} is")
+        return reader.place(MetadataIndex(key, torch.Size(offsets)), MetadataIndex(key))
 
     def open_chunk(box: Box) -> LazyTensor:
         offsets, sizes = box
@@ -95,8 +92,7 @@ class _Contents:
         model, others = self._sort()
         state = TrainingState(self._reader.directory, "dcp")
         if FORMAT in self._reader.metadata.state_dict_metadata and self._reader.is_object(FORMAT):
-            record = self._reader.object(FORMAT)
-            state.record = record if isinstance(record, dict) else {}
+            state.record = self._reader.object(FORMAT)
         self._add_model(state, model)
         self._add_optimizer(state)
         if any(len(self._paths.get(key, (1, 2))) == 1 for key in model.values()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flashoptim_dist.checkpoint.errors import CheckpointError
+from flashoptim_dist.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from flashoptim_dist.checkpoint.files import local_path
 from flashoptim_dist.checkpoint.format_check import check_record
 from flashoptim_dist.checkpoint.verify import check_manifest_exists
@@ -22,6 +22,15 @@ def open_checkpoint(path: str | Path) -> TrainingState:
         CheckpointError: there is none, or it is damaged, unsafe, or of a newer layout; the file is named.
     """
     place = newest_in(local_path(path))
+    try:
+        return _open(place)
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:  # contents that nobody thought of: a file may come from anybody
+        raise DamagedCheckpointError(f"{place} can't be read: {type(error).__name__}: {error}") from error
+
+
+def _open(place: Path) -> TrainingState:
     if not place.exists():
         raise CheckpointError(f"{place} does not exist")
     if is_safetensors(place):
@@ -33,7 +42,7 @@ def open_checkpoint(path: str | Path) -> TrainingState:
             f"{place} is no checkpoint: it holds neither .metadata (a DCP directory) nor .safetensors files"
         )
     state = read_dcp(place)
-    check_record(state.record)
+    check_record(state.record, place)
     if state.record.get("library") == "flashoptim_dist":
         check_manifest_exists(place)
     return state

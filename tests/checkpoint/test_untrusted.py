@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import pathlib
 import pickle
 import shutil
 import subprocess
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +18,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as metadata_module
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from flashoptim_dist import checkpoint
 from flashoptim_dist.checkpoint import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
+from flashoptim_dist.checkpoint.manifest import FileRecord, write_manifest
 from flashoptim_dist.checkpoint.safe_unpickle import load_metadata, load_object
+from flashoptim_dist.convert import inspect
 from tests.checkpoint.models import build, flash, steps
 from tests.pool import run_ranks
 
@@ -112,6 +119,27 @@ def test_a_file_outside_the_checkpoint_is_refused(saved: Path, name: str) -> Non
     assert f"refers to {name!r}, which is no file of this checkpoint" in _load(saved)
 
 
+NAMED = [
+    (metadata_module, "Metadata"),
+    (metadata_module, "MetadataIndex"),
+    (metadata_module, "_MEM_FORMAT_ENCODING"),
+    (filesystem, "_StorageInfo"),
+    (pathlib, "PosixPath"),
+    (torch.serialization, "_get_layout"),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), NAMED, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize("slots", [False, True])
+def test_a_hostile_metadata_file_changes_no_class(module: Any, name: str, slots: bool) -> None:
+    """A pickle may set attributes of a class or function that it names; such would stay for the whole process."""
+    state = pickle.dumps((None, {"mark": 1}) if slots else {"mark": 1}, 2)[2:-1]
+    data = b"\x80\x02" + f"c{module.__name__}\n{name}\n".encode() + state + b"b."
+    with pytest.raises(CheckpointError):
+        load_metadata(data, "file")
+    assert not hasattr(getattr(module, name), "mark")
+
+
 def _without_a_field(metadata: Any) -> None:
     del metadata.state_dict_metadata["model.up.weight"].__dict__["properties"]
 
@@ -133,9 +161,29 @@ def _with_a_negative_offset(metadata: Any) -> None:
     metadata.storage_data[index] = replace(metadata.storage_data[index], offset=-5)
 
 
+def _with_a_chunk_that_sticks_out(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.up.weight"].chunks[0].offsets = torch.Size([7, 0])
+
+
+def _with_a_number_for_a_name(metadata: Any) -> None:
+    metadata.state_dict_metadata[7] = metadata.state_dict_metadata.pop("model.up.weight")
+
+
+def _with_a_number_for_a_place(metadata: Any) -> None:
+    metadata.planner_data["model.up.weight"] = 7
+
+
+def _with_a_place_inside_another(metadata: Any) -> None:
+    metadata.planner_data["extras.a"] = ("model", "up.weight", "a")
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        _with_a_chunk_that_sticks_out,
+        _with_a_number_for_a_name,
+        _with_a_number_for_a_place,
+        _with_a_place_inside_another,
         _without_a_field,
         _with_a_word_for_a_size,
         _with_a_chunk_of_other_dimensions,
@@ -149,6 +197,54 @@ def test_incomplete_metadata_is_told_with_its_file(saved: Path, change: Callable
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
     net = build("single")
     with pytest.raises(DamagedCheckpointError, match=f"{saved / '.metadata'} is damaged: it holds incomplete"):
+        checkpoint.load(saved, net, flash(net))
+    with pytest.raises(DamagedCheckpointError, match=f"{saved / '.metadata'} is damaged: it holds incomplete"):
+        inspect(saved)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("format", 7, "is damaged: its entry 'format' is no record of a format"),
+        ("format", {"optimizers": 7}, "is damaged: its entry 'format' is no record of a format"),
+        (
+            "format",
+            {"optimizers": [{"optimizer": "FlashAdamW", "name": "fd1", "version": []}]},
+            "is no record of a for",
+        ),
+        ("optimizer.param_groups.0.params", 7, "is damaged: parameter groups in it name no parameters"),
+        ("optimizer.param_groups.0.params", [{}], "is damaged: parameter groups in it name no parameters"),
+        ("rng.0", {"python": 7}, "(entry 'rng.0') holds no random states"),
+    ],
+)
+def test_an_entry_that_holds_something_else_is_named(tmp_path: Path, key: str, value: object, message: str) -> None:
+    net = build("single")
+    optimizer = flash(net)
+    steps(net, optimizer, [0])
+    path = checkpoint.save(tmp_path / "saved", net, optimizer)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    torch.save(value, path / "other.distcp")
+    metadata.storage_data[MetadataIndex(key)] = _StorageInfo("other.distcp", 0, (path / "other.distcp").stat().st_size)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    files = (path / name for name in (".metadata", "other.distcp", "__0_0.distcp"))
+    write_manifest(path, {file.name: FileRecord(file.stat().st_size, zlib.crc32(file.read_bytes())) for file in files})
+    with pytest.raises(DamagedCheckpointError) as caught:
+        checkpoint.load(path, net, flash(net))
+    assert str(path) in str(caught.value)
+    assert message in str(caught.value)
+    if key != "rng.0":  # nothing but a load has a use for those
+        with pytest.raises(DamagedCheckpointError) as caught:
+            inspect(path)
+        assert message in str(caught.value)
+
+
+def test_an_entry_without_a_place_is_named(saved: Path) -> None:
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    for index in [index for index in metadata.storage_data if index.fqn == "optimizer.state.up.weight.step"]:
+        del metadata.storage_data[index]
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    net = build("single")
+    with pytest.raises(DamagedCheckpointError, match=r"\.metadata does not say where 'optimizer.state.up.weight.step'"):
         checkpoint.load(saved, net, flash(net))
 
 

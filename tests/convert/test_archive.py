@@ -8,6 +8,7 @@ import itertools
 import os
 import pickle
 import subprocess
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from flashoptim_dist.checkpoint import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
+from flashoptim_dist.convert import archive
 from flashoptim_dist.convert.archive import open_archive
 from flashoptim_dist.convert.archive_writer import write_archive
 from flashoptim_dist.convert.lazy import FileTensor, LazyTensor, MemoryTensor, blocks, chunks
@@ -88,6 +90,21 @@ class _Evil:
 
     def __reduce__(self) -> Any:
         return self.call, self.arguments
+
+
+@pytest.mark.parametrize(
+    "name", ["torch._utils\n_rebuild_tensor_v2", "torch._utils\n_rebuild_parameter", "_codecs\nencode"]
+)
+def test_a_hostile_archive_changes_nothing_that_it_names(tmp_path: Path, name: str) -> None:
+    """A pickle may set attributes of a class or function that it gets hold of; such would stay for the process."""
+    known = [archive._Reference, archive._parameter, archive._bytes]
+    state = pickle.dumps((None, {"mark": 1}), 2)[2:-1]
+    data = b"\x80\x02" + f"c{name}\n".encode() + state + b"b."
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as stream:
+        stream.writestr("a/data.pkl", data)
+    with pytest.raises(CheckpointError):
+        open_archive(tmp_path / "a.pt")
+    assert not any(hasattr(one, "mark") for one in known)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
