@@ -15,6 +15,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from flashoptim_dist.checkpoint.errors import CheckpointFormatError, DamagedCheckpointError
 from flashoptim_dist.checkpoint.layout import OPTIMIZER, PARAM_GROUPS, STATE, Path_
 from flashoptim_dist.checkpoint.reader import SafeReader
+from flashoptim_dist.checkpoint.scales import fault_of_scales
+from flashoptim_dist.formats import FORMAT_VERSION
 from flashoptim_dist.sharding import like_parameter, local_tensor
 
 _STATE_PREFIX = f"{OPTIMIZER}.{STATE}."
@@ -69,9 +71,14 @@ class OptimizerLoad:
         self._groups = [self._group(group, index) for index, group in enumerate(optimizer.param_groups)]
         self._lrs = [group.get("lr") for group in optimizer.param_groups]
         self._entries: dict[torch.Tensor, dict[Any, Any]] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
 
     def destinations(self) -> dict[str, torch.Tensor]:
         """Prepare the optimizer and return, by key, the tensors to read into."""
+        self._tensors = self._destinations()
+        return self._tensors
+
+    def _destinations(self) -> dict[str, torch.Tensor]:
         in_place = self._prepare_in_place()
         if in_place is not None:
             return in_place
@@ -87,9 +94,24 @@ class OptimizerLoad:
         return result
 
     def finish(self) -> None:
-        """Hand what was read to the optimizer, unless it was read into place."""
+        """Hand what was read to the optimizer, unless it was read into place.
+
+        Raises:
+            DamagedCheckpointError: scales are none; a size does not tell, and a step would fail, or not even that.
+        """
+        self._check_scales()
         if self._entries:
             self._load_state_dict(self._entries)
+
+    def _check_scales(self) -> None:
+        signed = {moment.scale_name: moment.signed for moment in getattr(self._optimizer, "moment_specs", ())}
+        version = FORMAT_VERSION if self._spec is None else self._spec["version"]
+        for _, path, key in self._wanted():
+            if len(path) != 1 or path[0] not in signed or key not in self._tensors:
+                continue
+            scales = local_tensor(self._tensors[key])
+            if scales.dtype == torch.bfloat16 and (fault := fault_of_scales(scales, signed[path[0]], version)):
+                raise DamagedCheckpointError(f"{self._reader.directory} is damaged: {key!r} {fault}")
 
     def _wanted(self) -> list[tuple[torch.Tensor, Path_, str]]:
         """Return parameter, path and key of every saved state that a live parameter has use for."""

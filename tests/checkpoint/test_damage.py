@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from flashoptim_dist import checkpoint
 from flashoptim_dist.checkpoint import Checkpointer, CheckpointError, DamagedCheckpointError
@@ -73,6 +74,39 @@ def test_the_error_names_the_file_on_every_rank(tmp_path: Path, good: Path, kind
     assert len(set(errors)) == 1
     assert errors[0].startswith("DamagedCheckpointError")
     assert str(path / file) in errors[0]
+
+
+def _save_with_an_odd_scale(path: str, key: str, value: int) -> None:
+    net = build()
+    optimizer = flash(net)
+    steps(net, optimizer, range(2))
+    if dist.get_rank() == 1:
+        optimizer.state[net.up.weight][key].to_local().view(torch.int16)[0, 0] = value
+    checkpoint.save(path, net, optimizer)
+
+
+SIGN, NAN, NEVER_WRITTEN = -(1 << 15), 0x7FC0, 7
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fault"),
+    [
+        ("exp_avg_sq_scale", SIGN | 0x3F80, "negative or not finite"),
+        ("exp_avg_sq_scale", NEVER_WRITTEN, "never writes"),
+        ("exp_avg_sq_scale", SIGN, "never writes"),
+        ("exp_avg_scale", NAN, "negative or not finite"),
+    ],
+)
+def test_scales_that_no_size_tells_of_are_named(tmp_path: Path, key: str, value: int, fault: str) -> None:
+    """A step would take them for others, make everything NaN, or end with an IndexError."""
+    path = str(tmp_path / "checkpoint")
+    run_ranks(2, _save_with_an_odd_scale, path, key, value)
+    for world_size in (2, 3):
+        errors = run_ranks(world_size, _load, path, "size")
+        assert len(set(errors)) == 1
+        assert errors[0].startswith("DamagedCheckpointError")
+        assert f"{path} is damaged: 'optimizer.state.up.weight.{key}' has scales that" in errors[0]
+        assert fault in errors[0]
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp"])
