@@ -17,6 +17,7 @@ from llama_support.config import Config, read_command_line
 from llama_support.data import check_same_data, load_data
 from llama_support.errors import exit_on_bad_input
 from llama_support.interrupts import Interrupted, Interrupts
+from llama_support.loss import uses_liger
 from llama_support.metrics import RunLog, StepClock
 from llama_support.model import build_model, check_model, load_tokenizer, model_folder, read_llama_config
 from llama_support.optimizers import build_optimizer, release_gradients
@@ -58,6 +59,7 @@ def train(config: Config, interrupts: Interrupts | None = None) -> None:
         llama_config = read_llama_config(folder, config.sequence_length)
         tokenizer = load_tokenizer(folder)
         check_model(folder, llama_config)
+        uses_liger(config.loss, world.device)
         data = load_data(config, tokenizer, llama_config.vocab_size, world.rank, world.size)
     check_same_data(data, world)
 

@@ -82,6 +82,9 @@ class Config:
     and every other matrix product give, and recompute what is cheap. none: keep all."""
     compile: bool = False
     """Compile each layer with torch.compile."""
+    loss: Literal["auto", "chunked", "liger"] = "auto"
+    """What computes the loss and its gradient within the head, from the logits of a few positions at a time. chunked:
+    torch. liger: Liger's kernel, on GPUs. auto: that where liger-kernel is installed, else in chunks."""
     gradient_release: bool = False
     """Step each layer during the backward pass and free its gradient, so that no more than two layers' gradients exist
     at once. --clip-norm then goes by an estimate of the global norm. For flash_adamw."""

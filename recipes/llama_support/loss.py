@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import LlamaForCausalLM
 
+from .errors import BadInput
 from .packing import IGNORED
 
 LOGITS_BYTES = 2**29
@@ -47,13 +46,18 @@ class LlamaWithLoss(LlamaForCausalLM):
 class LossHead(nn.Linear):
     """The output projection: logits, or with labels the loss."""
 
+    use_liger = False
+    """Take the loss with Liger's kernel, as :func:`uses_liger` allows it."""
+
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return logits (..., vocabulary), or the cross-entropy summed over `labels` (fp32, 0-dim)."""
         if labels is None:
             return super().forward(input)
         hidden, labels = input.flatten(0, -2), labels.flatten()
-        if hidden.is_cuda and _has_liger():
-            return _liger_loss(hidden, self.weight, labels)
+        # Liger's makes no gradient of the weight where the input needs none (all layers frozen).
+        needs_weight_alone = torch.is_grad_enabled() and self.weight.requires_grad and not hidden.requires_grad
+        if self.use_liger and not needs_weight_alone:
+            return liger_cross_entropy(hidden, self.weight, labels)
         return summed_cross_entropy(hidden, self.weight, labels)
 
 
@@ -119,12 +123,30 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return hidden, weight, None, None
 
 
-@functools.cache  # else a look through every folder of the path for each micro-batch
-def _has_liger() -> bool:
-    return importlib.util.find_spec("liger_kernel") is not None
+def uses_liger(choice: str, device: torch.device) -> bool:
+    """Whether `--loss` means Liger's kernel on a device.
+
+    "liger" does, "chunked" does not; "auto" does on a GPU where liger-kernel can be imported. Raises BadInput for
+    "liger" where it cannot run.
+    """
+    if choice == "chunked" or (choice == "auto" and device.type != "cuda"):
+        return False
+    if device.type != "cuda":
+        raise BadInput(f"--loss liger runs on GPUs, and this run is on {device.type}; give --loss chunked")
+    try:
+        import liger_kernel.transformers.functional  # noqa: F401
+    except Exception as error:  # of any type: an old release may not go with this torch or Triton
+        if choice == "auto":
+            return False
+        raise BadInput(
+            f"--loss liger: liger-kernel cannot be imported ({type(error).__name__}: {error}); pip install"
+            " liger-kernel, or give --loss chunked"
+        ) from error
+    return True
 
 
-def _liger_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def liger_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The same as `summed_cross_entropy` by Liger's kernel, which makes logits for as many bytes as `hidden` has."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     loss: Tensor = liger_fused_linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORED, reduction="sum")

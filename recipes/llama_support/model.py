@@ -19,7 +19,7 @@ from .config import Config
 from .errors import BadInput
 from .hf_weights import check_weights, read_into_shards, stored_parameters
 from .layers import recompute_activations
-from .loss import LlamaWithLoss
+from .loss import LlamaWithLoss, uses_liger
 from .world import World
 
 DEBUG_MODEL = Path(__file__).resolve().parent / "debug_model"
@@ -138,6 +138,7 @@ def build_model(config: Config, folder: Path, llama_config: LlamaConfig, world: 
         with torch.device("meta"):
             model = LlamaWithLoss(llama_config)
     cast_model(model, dtype)
+    model.lm_head.use_liger = uses_liger(config.loss, world.device)
     wrap_layers(model, config)
     if world.mesh is not None:
         # Matrix products in bf16 on GPUs. CPUs mostly lack bf16 arithmetic, so there they run in fp32.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
 import pytest
 import torch
 import torch.nn.functional as F
-from llama_support.loss import LlamaWithLoss, summed_cross_entropy
+from llama_support.config import Config
+from llama_support.errors import BadInput
+from llama_support.loss import LlamaWithLoss, LossHead, liger_cross_entropy, summed_cross_entropy, uses_liger
 from llama_support.packing import IGNORED
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -124,3 +128,114 @@ def test_model_with_loss_is_the_model(tied: bool) -> None:
     assert torch.equal(model(input_ids=tokens).logits, logits)
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
     torch.testing.assert_close(model(input_ids=tokens, loss_labels=labels), expected)
+
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, works: bool | Exception) -> None:
+    """Have liger-kernel installed, or not, or such that its import raises."""
+    names = ["liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.functional"]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    if works is True:
+        for name in names:
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        return
+
+    class Finder:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "liger_kernel":
+                raise works if isinstance(works, Exception) else ModuleNotFoundError("No module named 'liger_kernel'")
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+
+
+@pytest.mark.parametrize(
+    "choice, device, works, expected",
+    [
+        ("auto", CUDA, True, True),
+        ("auto", CUDA, False, False),
+        ("auto", CUDA, AttributeError("module 'triton' has no attribute 'x'"), False),
+        ("auto", CPU, True, False),
+        ("chunked", CUDA, True, False),
+        ("chunked", CPU, False, False),
+        ("liger", CUDA, True, True),
+        ("liger", CUDA, False, r"ModuleNotFoundError: No module.* pip install liger-kernel, or give --loss chunked"),
+        ("liger", CUDA, AttributeError("odd"), r"cannot be imported \(AttributeError: odd\)"),
+        ("liger", CPU, True, r"runs on GPUs, and this run is on cpu; give --loss chunked"),
+    ],
+)
+def test_what_the_choice_of_the_loss_means(
+    monkeypatch: pytest.MonkeyPatch, choice: str, device: torch.device, works: bool | Exception, expected: bool | str
+) -> None:
+    _install(monkeypatch, works)
+    if isinstance(expected, str):
+        with pytest.raises(BadInput, match=f"--loss liger.*{expected}"):
+            uses_liger(choice, device)
+    else:
+        assert uses_liger(choice, device) is expected
+    assert Config().loss == "auto"
+
+
+def test_the_head_takes_the_loss_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, labels = _inputs(5, torch.float32)
+    head = LossHead(16, VOCABULARY, bias=False)
+    head.weight = torch.nn.Parameter(weight.detach())
+    called = []
+    kernel = ModuleType("liger_kernel.transformers.functional")
+
+    def fused(*args: object, **options: object) -> Tensor:
+        called.append(options)
+        return torch.ones((), dtype=torch.bfloat16)
+
+    kernel.liger_fused_linear_cross_entropy = fused  # type: ignore[attr-defined]
+    _install(monkeypatch, True)
+    monkeypatch.setitem(sys.modules, kernel.__name__, kernel)
+    assert torch.equal(head(hidden, labels), summed_cross_entropy(hidden, weight, labels))
+    assert called == []
+    head.use_liger = True
+    assert head(hidden, labels).dtype == torch.float32
+    assert called == [{"ignore_index": IGNORED, "reduction": "sum"}]
+    head(hidden.detach(), labels).backward()  # layers that are frozen, of which Liger makes no gradient of the head
+    assert head.weight.grad is not None
+    with torch.no_grad():
+        head(hidden, labels)
+    assert len(called) == 2
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("ignored", [0.3, 2.0], ids=["some", "all ignored"])
+def test_liger_gives_loss_and_gradients_of_the_chunks(device: str, ignored: float) -> None:
+    """On a CPU its kernel runs in Triton's interpreter.
+
+    Both round logits, softmax and, chunk by chunk, the weight's gradient to bf16 (u = 2^-9 each time): logits of
+    standard deviation 1, so mostly below 4, are off by 4 u, and the softmax relatively by as much and its own u; sums
+    over 4 chunks add 4 u and the result's u. In the norms of whole gradients that is 10 u; twice that between the two.
+    """
+    try:
+        importlib.import_module("liger_kernel.transformers.functional")
+    except ImportError as error:
+        pytest.skip(f"liger-kernel is not installed ({error}): pip install 'flashoptim-dist[liger]'")
+    positions, width, vocabulary = 256, 64, 251
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(positions, width, generator=generator).to(device, torch.bfloat16).requires_grad_()
+    weight = (torch.randn(vocabulary, width, generator=generator) / 8.0).to(device, torch.bfloat16).requires_grad_()
+    labels = torch.randint(0, vocabulary, (positions,), generator=generator)
+    labels[torch.rand(positions, generator=generator) < ignored] = IGNORED
+    labels = labels.to(device)
+    theirs = _loss_and_gradients(liger_cross_entropy, hidden, weight, labels)
+    chunk_bytes = 4 * vocabulary * positions // 4
+    chunks = _loss_and_gradients(
+        lambda *inputs: summed_cross_entropy(*inputs, logits_bytes=chunk_bytes), hidden, weight, labels
+    )
+    exact = _loss_and_gradients(_whole, hidden.double(), weight.double(), labels)
+    assert theirs[0].dtype == chunks[0].dtype == torch.float32
+    # Errors of single logits, 4 u, are independent in 180 terms of 5.5 and more.
+    torch.testing.assert_close(theirs[0], chunks[0], rtol=2**-9, atol=0.0)
+    for one, other, true in zip(theirs[1:], chunks[1:], exact[1:], strict=True):
+        assert one.dtype == other.dtype == torch.bfloat16
+        scale = float(true.norm())
+        assert float((one.double() - true).norm()) <= 10 * 2**-9 * scale
+        assert float((one.double() - other.double()).norm()) <= 20 * 2**-9 * scale
+        assert scale > 0.0 or ignored > 1.0
