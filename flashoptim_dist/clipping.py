@@ -280,9 +280,11 @@ def _sums_and_plans(
             _check_not_released(parameter)
             by_device.setdefault(local_tensor(parameter).device, ([], []))
             continue
-        local = _local_gradient(gradient, parameter)
-        if isinstance(gradient, DTensor) and not isinstance(parameter, DTensor):
+        gradient = _summed_gradient(gradient, parameter)
+        if isinstance(gradient, DTensor):
+            # Its own placements: autograd leaves what a replicated parameter was multiplied by, shards for example.
             bucket = meshes.bucket(gradient)
+        local = local_tensor(gradient)
         gradients, buckets = by_device.setdefault(local.device, ([], []))
         gradients.append(local)
         buckets.append(bucket)
@@ -301,8 +303,8 @@ def _sums_and_plans(
     return sums, _Known(parameters, locals_, meshes, plans)
 
 
-def _local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return this rank's part of a gradient; a Partial one is reduced first (all ranks of its mesh take part)."""
+def _summed_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return a gradient, a Partial one after its reduction (all ranks of its mesh take part)."""
     if gradient.is_complex():
         raise RuntimeError(
             f"a parameter of shape {tuple(parameter.shape)} has a complex gradient ({gradient.dtype}), whose norm is "
@@ -316,7 +318,7 @@ def _local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
     if isinstance(gradient, DTensor) and _is_partial(gradient):
         placements = [Replicate() if isinstance(p, Partial) else p for p in gradient.placements]
         gradient = gradient.redistribute(placements=placements)
-    return local_tensor(gradient)
+    return gradient
 
 
 def _check_not_released(parameter: Tensor) -> None:

@@ -304,6 +304,26 @@ def test_partial_gradients_are_added_up_first() -> None:
     assert run_ranks(2, _partial_gradient) == pytest.approx([3.0 * math.sqrt(128)] * 2, rel=CLOSE)
 
 
+def _other_placements(norm_type: float) -> list[float]:
+    """A replicated weight whose gradient autograd leaves in shards, and a sharded one with a replicated gradient."""
+    mesh = pool.mesh(2)
+    whole_gradient = torch.linspace(-3.0, 2.0, 128).reshape(4, 32)
+    replicated = nn.Parameter(distribute_tensor(torch.ones(4, 32), mesh, [Replicate()], src_data_rank=None))
+    (replicated * distribute_tensor(whole_gradient, mesh, [Shard(0)], src_data_rank=None)).sum().backward()
+    assert isinstance(replicated.grad, DTensor)
+    assert replicated.grad.placements == (Shard(0),)
+    sharded = nn.Parameter(distribute_tensor(torch.ones(4, 32), mesh, [Shard(0)], src_data_rank=None))
+    sharded.grad = distribute_tensor(whole_gradient, mesh, [Replicate()], src_data_rank=None)
+    return [float(fod.clip_grad_norm_([p], math.inf, norm_type)) for p in (replicated, sharded)]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_gradients_placed_otherwise_than_their_parameters(norm_type: float) -> None:
+    expected = float(torch.linspace(-3.0, 2.0, 128).norm(norm_type))
+    for norms in run_ranks(2, _other_placements, norm_type):
+        assert norms == pytest.approx([expected] * 2, rel=CLOSE)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
