@@ -1,7 +1,8 @@
 """The command line ``flashoptim-dist``: inspect, verify, convert, export-hf, import-hf.
 
 One process, or several under torchrun, which then share the work out. Exit code 0: done; 2: something that was given
-can't be used, or a checkpoint is not sound, said in one line on stderr; 130: interrupted.
+can't be used, or a checkpoint is not sound, said in one line on stderr; 130: interrupted; 141: whoever read the output
+had enough of it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from flashoptim_dist.checkpoint.errors import CheckpointError
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with _ranks():
         try:
             code: int = command.run()
+            if sys.stdout is not None:
+                sys.stdout.flush()  # what goes wrong with it is told here
             return code
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes into it at the end
+            return EXIT_BROKEN_PIPE
         except (CheckpointError, OSError, ValueError) as error:
             commands.complain(str(error))
             return EXIT_BAD_INPUT

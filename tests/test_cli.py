@@ -110,6 +110,7 @@ def test_hugging_face_folders(run: Path, tmp_path: Path, capsys: pytest.CaptureF
         (["export-hf", "{}/nothing", "{}/out", "--max-shard-size", "much"], "--max-shard-size much is no size"),
         (["import-hf", "{}/nothing", "{}/out"], "nothing does not exist"),
         (["import-hf", "{}", "{}/out"], "holds no .safetensors file"),
+        (["convert", "{}", "{}/out", "--to", "adamw", "--head-dim", "0"], "head_dim=0 must be at least 1"),
     ],
     ids=lambda value: "-".join(value)[:24] if isinstance(value, list) else "",
 )
@@ -119,6 +120,25 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert main([argument.replace("{}", str(tmp_path)) for argument in arguments]) == 2
     assert message in _error(capsys)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_reader_that_has_enough_is_no_error(run: Path, options: list[str]) -> None:
+    command = [sys.executable, "-m", "flashoptim_dist", "inspect", str(run), *options]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a file that is always full")
+def test_output_that_can_not_be_written_is_one_line_and_exit_code_2(run: Path) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "flashoptim_dist", "inspect", str(run), "--json"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr.splitlines()[0]
 
 
 @pytest.mark.parametrize("arguments", [[], ["convert", "a", "b"], ["convert", "a", "b", "--to", "muon"], ["inspect"]])

@@ -18,6 +18,7 @@ import re
 from pathlib import Path
 
 METADATA = ".metadata"
+MANIFEST = "manifest.json"
 LATEST = "latest"
 
 MODEL = "model"
@@ -58,6 +59,12 @@ def steps_in(directory: Path) -> list[int]:
         return []
     found = (step_of(entry.name) for entry in directory.iterdir() if entry.is_dir())
     return sorted(step for step in found if step is not None)
+
+
+def may_be_replaced(directory: Path) -> bool:
+    """Return whether a folder is a checkpoint or a model folder, whole or not, and not something else altogether."""
+    patterns = (METADATA, "*.distcp", MANIFEST, "*.safetensors")
+    return step_of(directory.name) is not None or any(any(directory.glob(pattern)) for pattern in patterns)
 
 
 def staging_path(target: Path, token: str) -> Path:

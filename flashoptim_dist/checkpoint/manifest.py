@@ -16,8 +16,8 @@ from pathlib import Path
 
 from flashoptim_dist.checkpoint.errors import DamagedCheckpointError
 from flashoptim_dist.checkpoint.files import read_small, size_of, unreadable, write_durably
+from flashoptim_dist.checkpoint.layout import MANIFEST
 
-MANIFEST = "manifest.json"
 _VERSION = 1
 _READ_BYTES = 1 << 22
 

@@ -242,12 +242,19 @@ def make_staging(target: Path, overwrite: bool) -> str:
     What earlier writers of the same target left when they were killed is cleared away.
 
     Raises:
-        CheckpointError: the target is there already, or nothing can be written beside it.
+        CheckpointError: the target is there already (with ``overwrite``: and is no checkpoint), or nothing can be
+            written beside it.
     """
     try:
         recover(target)
-        if target.exists() and not overwrite and any(target.iterdir()):
-            raise CheckpointError(f"{target} exists: choose another folder, or pass overwrite=True")
+        if target.exists() and any(target.iterdir()):
+            if not overwrite:
+                raise CheckpointError(f"{target} exists: choose another folder, or pass overwrite=True")
+            if not layout.may_be_replaced(target):
+                raise CheckpointError(
+                    f"{target} holds something else than a checkpoint, and is not replaced: choose another folder, or "
+                    "delete it yourself"
+                )
         target.parent.mkdir(parents=True, exist_ok=True)
         for leftover in layout.leftovers(target):
             remove_tree(leftover)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 from flashoptim_dist.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from flashoptim_dist.checkpoint.layout import METADATA
-from flashoptim_dist.checkpoint.manifest import MANIFEST, check_contents, check_sizes, read_manifest
+from flashoptim_dist.checkpoint.layout import MANIFEST, METADATA
+from flashoptim_dist.checkpoint.manifest import check_contents, check_sizes, read_manifest
 
 Verify = Literal["size", "full"]
 

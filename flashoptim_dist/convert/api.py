@@ -87,6 +87,8 @@ def convert(
     Raises:
         CheckpointError: on every rank, with the file or tensor and the reason; nothing is left at the target then.
     """
+    if head_dim is not None and head_dim < 1:
+        raise CheckpointFormatError(f"head_dim={head_dim} must be at least 1")
     ranks, place = own_ranks(process_group), local_path(target)
     refuse_existing(place, overwrite)
 

@@ -266,9 +266,14 @@ def _print_json(value: Any) -> None:
         print(json.dumps(value, indent=2, default=str))
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # Console's own ends the process with code 1
+
+
 def _console() -> Console:
     # Piped, a table has no terminal to fit into: names must not be cut.
-    return Console(width=None if sys.stdout.isatty() else 200)
+    return _Console(width=None if sys.stdout.isatty() else 200)
 
 
 def complain(text: str) -> None:

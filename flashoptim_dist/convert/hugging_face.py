@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from flashoptim_dist.checkpoint.errors import CheckpointError, CheckpointFormatError
 from flashoptim_dist.checkpoint.files import local_path, remove_tree
@@ -21,7 +22,7 @@ from flashoptim_dist.convert.api import Converted, Pathlike, refuse_existing, su
 from flashoptim_dist.convert.casting_rule import CastingRule
 from flashoptim_dist.convert.converting import Choices, convert_state
 from flashoptim_dist.convert.dcp_target import write_dcp
-from flashoptim_dist.convert.lazy import ComputedTensor, LazyTensor, same_contents
+from flashoptim_dist.convert.lazy import ComputedTensor, LazyTensor, cast, same_contents
 from flashoptim_dist.convert.opening import open_checkpoint
 from flashoptim_dist.convert.parameters import master_weight
 from flashoptim_dist.convert.progress import Progress, Silent
@@ -209,7 +210,10 @@ def _exported(state: TrainingState, dtype: torch.dtype, settings: dict[str, Any]
 
 
 def _cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
-    return ComputedTensor(tensor.shape, dtype, tensor.where, lambda start, stop: tensor.rows(start, stop).to(dtype))
+    def rows(start: int, stop: int) -> Tensor:
+        return cast(tensor.rows(start, stop), dtype, tensor.where)
+
+    return ComputedTensor(tensor.shape, dtype, tensor.where, rows)
 
 
 def _is_parameter(name: str, weight: LazyTensor) -> bool:

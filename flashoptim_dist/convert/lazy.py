@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashoptim_dist.checkpoint.errors import DamagedCheckpointError
+from flashoptim_dist.checkpoint.errors import CheckpointFormatError, DamagedCheckpointError
 
 BLOCK_ELEMENTS = 1 << 16
 """Elements that are read and computed at once; a row may have more. Larger blocks are slower: they leave the cache."""
@@ -208,6 +208,21 @@ def in_blocks(tensor: LazyTensor) -> Iterator[Tensor]:
     """Yield a tensor block by block."""
     for start, stop in blocks(tensor.shape):
         yield tensor.rows(start, stop)
+
+
+def cast(values: Tensor, dtype: torch.dtype, where: str) -> Tensor:
+    """Return values in another dtype, rounded to nearest.
+
+    Raises:
+        CheckpointFormatError: a finite one would become infinite; ``where`` is named.
+    """
+    result = values.to(dtype)
+    if dtype != values.dtype and bool((torch.isinf(result) & torch.isfinite(values)).any()):
+        raise CheckpointFormatError(
+            f"{where} has elements beyond the range of {str(dtype).removeprefix('torch.')}, which would become "
+            "infinite: choose bf16 or fp32"
+        )
+    return result
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flashoptim_dist.checkpoint.errors import CheckpointFormatError
 from flashoptim_dist.convert import official
-from flashoptim_dist.convert.lazy import ComputedTensor, LazyTensor
+from flashoptim_dist.convert.lazy import ComputedTensor, LazyTensor, cast
 from flashoptim_dist.convert.targets import TARGETS, Target, flash_class, moments_of
 from flashoptim_dist.convert.training_state import StateFormat, TrainingState
 from flashoptim_dist.formats import FORMAT_VERSION, correction_bits
@@ -104,11 +104,11 @@ class ParameterConversion:
             result = self._entries_of(optimizer, parameter)
             return result if weight is None else {WEIGHT: weight, **result}
         master, moments = self._decoded(weight, start, stop)
+        in_dtype = None  # before the format, which saturates, could hide that a weight does not fit
+        if master is not None and self.weight_dtype is not None:
+            in_dtype = cast(master, self.weight_dtype, f"parameter {saved.name!r}")
         if not target.is_flash:
-            result = dict(moments)
-            if master is not None and self.weight_dtype is not None:
-                result[WEIGHT] = master.to(self.weight_dtype)
-            return result
+            return dict(moments) if in_dtype is None else {**moments, WEIGHT: in_dtype}
         # A weight that goes without a correction is zero here: only the moments are wanted.
         dtype = self.weight_dtype or torch.float32
         parameter = nn.Parameter(torch.zeros(self._block(start, stop), dtype=dtype), requires_grad=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashoptim_dist.checkpoint.layout import FORMAT, MODEL, OPTIMIZER, PARAM_GROUPS, STATE, Path_
-from flashoptim_dist.convert.lazy import ComputedTensor, LazyTensor, blocks
+from flashoptim_dist.convert.lazy import ComputedTensor, LazyTensor, blocks, cast
 from flashoptim_dist.convert.training_state import Group, Layout
 
 
@@ -88,7 +88,8 @@ class Result:
 def unit_of(path: Path_, tensor: LazyTensor, dtype: torch.dtype | None = None) -> Unit:
     """Return a unit that copies a tensor, cast to another dtype if one is given."""
     dtype = tensor.dtype if dtype is None else dtype
-    return Unit((OutputTensor(path, tensor.shape, dtype),), lambda start, stop: (tensor.rows(start, stop).to(dtype),))
+    output = OutputTensor(path, tensor.shape, dtype)
+    return Unit((output,), lambda start, stop: (cast(tensor.rows(start, stop), dtype, tensor.where),))
 
 
 def path_in(layout: Layout, path: Path_) -> Path_:

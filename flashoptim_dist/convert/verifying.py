@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashoptim_dist.checkpoint.errors import CheckpointError
 from flashoptim_dist.checkpoint.files import local_path
-from flashoptim_dist.checkpoint.manifest import MANIFEST
+from flashoptim_dist.checkpoint.layout import MANIFEST
 from flashoptim_dist.checkpoint.ranks import own_ranks
 from flashoptim_dist.checkpoint.scales import fault_of_scales
 from flashoptim_dist.checkpoint.verify import check_files

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from flashoptim_dist import checkpoint
 from flashoptim_dist.checkpoint import Checkpointer, CheckpointError
+from flashoptim_dist.convert import convert
 from tests.checkpoint.models import build, differences, flash, gathered, steps
 from tests.pool import run_ranks
 
@@ -123,6 +124,28 @@ def test_an_existing_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> No
     checkpoint.save(path, net, optimizer, overwrite=True)
     assert {file.name: file.read_bytes() for file in path.iterdir()} != before
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    net = build("single")
+    optimizer = flash(net)
+    run = tmp_path / "run"
+    checkpoint.Checkpointer(run, net, optimizer).save(1)
+    (tmp_path / "home" / "letters").mkdir(parents=True)
+    for path in (run, tmp_path / "home"):
+        with pytest.raises(
+            CheckpointError, match=f"{path} holds something else than a checkpoint, and is not replaced"
+        ):
+            checkpoint.save(path, net, optimizer, overwrite=True)
+        with pytest.raises(
+            CheckpointError, match=f"{path} holds something else than a checkpoint, and is not replaced"
+        ):
+            convert(run, path, "adamw", overwrite=True)
+    assert (tmp_path / "home" / "letters").is_dir()
+    assert sorted(path.name for path in run.iterdir()) == ["latest", "step-00000001"]
+    (run / "step-00000001" / ".metadata").unlink()  # damaged, but one of ours
+    checkpoint.Checkpointer(run, net, optimizer).save(1)
+    assert checkpoint.Checkpointer(run, net, optimizer).load() == 1
 
 
 def test_a_url_is_refused() -> None:

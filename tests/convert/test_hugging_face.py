@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import flashoptim_dist as fod
 from flashoptim_dist import checkpoint
 from flashoptim_dist.checkpoint import CheckpointError, DamagedCheckpointError
 from flashoptim_dist.convert import convert, export_hf, import_hf, inspect
+from tests.checkpoint.models import build, flash, full, steps
 from tests.pool import run_ranks
 
 TOKENIZER = Path(__file__).parents[2] / "recipes" / "llama_support" / "debug_model"
@@ -186,6 +188,45 @@ def test_ranks_share_the_files(tmp_path: Path) -> None:
     assert len(files) > 5
     for name in files:
         assert (tmp_path / "out-one" / name).read_bytes() == (tmp_path / "out-two" / name).read_bytes(), name
+
+
+def _save_on_ranks(path: str) -> dict[str, Tensor]:
+    net = build("fsdp")
+    optimizer = flash(net)
+    steps(net, optimizer, range(2))
+    checkpoint.save(path, net, optimizer)
+    return {name: full(value) for name, value in optimizer.get_master_weights(net).items()}
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_a_sharded_run_is_exported_whole(tmp_path: Path, world_size: int) -> None:
+    """A8 of the collected bug reports: an export under FSDP2 held one rank's pieces, and DTensors beside them."""
+    masters = run_ranks(world_size, _save_on_ranks, str(tmp_path / "saved"))[0]
+    export_hf(tmp_path / "saved", tmp_path / "out", dtype=torch.float32)
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    unsharded = build("single").state_dict()
+    assert {name: weight.shape for name, weight in weights.items()} == {n: w.shape for n, w in unsharded.items()}
+    assert masters.keys() < weights.keys()
+    assert all(torch.equal(weights[name], master) for name, master in masters.items())
+    assert any(not torch.equal(master, master.bfloat16().float()) for master in masters.values())
+
+
+@pytest.mark.parametrize("kind", ["export", "plain", "ours"])
+def test_weights_that_a_dtype_can_not_hold_are_refused(tmp_path: Path, kind: str) -> None:
+    """fp16 ends at 65504: what lies beyond would become Inf in silence, or be cut to the format's largest number."""
+    net = build("single")
+    with torch.no_grad():
+        net.up.weight[3, 5] = -70_000.0
+    optimizer = flash(net)
+    steps(net, optimizer, [0])
+    saved = checkpoint.save(tmp_path / "saved", net, optimizer)
+    if kind == "export":
+        write: Any = partial(export_hf, saved, tmp_path / "out")
+    else:
+        write = partial(convert, saved, tmp_path / "out", {"plain": "adamw", "ours": "flash_adamw"}[kind])
+    with pytest.raises(CheckpointError, match=r"up\.weight.* has elements beyond the range of float16"):
+        write(dtype=torch.float16)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 def test_without_a_config_only_weights_are_written(tmp_path: Path) -> None:
