@@ -338,7 +338,7 @@ class FlashOptimizer(MasterWeights, GradientScaling):
                     "check_numerics=True go without, on a machine without Triton too: leave one of the two out"
                 )
             else:
-                skipped |= step_with_torch(of_device, inputs.factors(len(of_device)))
+                skipped |= step_with_torch(of_device, inputs)
             for task in of_device:
                 task.record.seen = fingerprint(task.parameter)
         if len(on_device) == len(tasks):

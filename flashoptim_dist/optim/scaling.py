@@ -5,8 +5,9 @@ All are device scalars, read inside the step on GPUs; elsewhere the step reads t
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,19 +36,34 @@ class GradientInputs:
 
         return GradientInputs(moved(self.found_inf), moved(self.grad_scale), moved(self.coefficient))
 
-    def factors(self, parameters: int) -> list[float]:
-        """Return the factor on the gradients of each of so many parameters, NaN where it is not to be stepped.
 
-        Synchronizes with the device of the tensors.
-        """
-        if self.found_inf is not None and float(self.found_inf) != 0.0:
-            return [float("nan")] * parameters
-        scale = 1.0 if self.grad_scale is None else 1.0 / float(self.grad_scale)
-        if self.coefficient is None:
-            return [scale] * parameters
-        values = self.coefficient.tolist()
-        coefficients = values if isinstance(values, list) else [values] * parameters
-        return [scale * value if value >= 0.0 else float("nan") for value in coefficients]
+def read_together(tensors: Sequence[Tensor | None]) -> list[list[float]]:
+    """Return the numbers of small tensors, [] for None; synchronizes once with each device that they lie on."""
+    numbers: list[list[float]] = [[] for _ in tensors]
+    by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for row, tensor in enumerate(tensors):
+        if tensor is not None:
+            by_device.setdefault(tensor.device, []).append((row, tensor.detach().reshape(-1)))
+    for of_device in by_device.values():
+        values = torch.cat([tensor.double() for _, tensor in of_device]).tolist()
+        for row, tensor in of_device:
+            numbers[row], values = values[: len(tensor)], values[len(tensor) :]
+    return numbers
+
+
+def gradient_factors(
+    found_inf: Sequence[float], grad_scale: Sequence[float], coefficient: Sequence[float], parameters: int
+) -> list[float]:
+    """Return the factor on the gradients of each of so many parameters, NaN where it is not to be stepped.
+
+    The arguments are the numbers of :class:`GradientInputs`, empty where there is none.
+    """
+    if any(found_inf):
+        return [math.nan] * parameters
+    scale = 1.0 / grad_scale[0] if grad_scale else 1.0
+    coefficients = list(coefficient) or [1.0]
+    coefficients = coefficients * parameters if len(coefficients) == 1 else coefficients
+    return [scale * value if value >= 0.0 else math.nan for value in coefficients]
 
 
 class GradientScaling(torch.optim.Optimizer):

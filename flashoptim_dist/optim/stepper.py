@@ -183,7 +183,7 @@ class FusedStepper:
             if self._optimizer._options["offload_states"]:
                 raise
             # Strides beyond what the kernels describe (five dimensions, none adjacent): the definition takes them.
-            if step_with_torch(tasks, inputs.factors(len(tasks))) and counting:
+            if step_with_torch(tasks, inputs) and counting:
                 counter += 1
             kept.partial = True
             return

@@ -1,11 +1,11 @@
 """check_numerics: counting the updates that are too small to change a weight.
 
 Counts stay on the device, on each rank's own shard; nothing is gathered. The step is the pure-torch one, without
-kernels, for looking at a run: on a GPU it reads each parameter's step count on the host. An update counts where the
-element has one (a momentum, or without momentum a gradient, that is not zero, and lr > 0), and counts as too small
-where it is lost for good: with rounding to nearest, where the stored weight (16 bits, or 16 with their correction)
-stays as it was; with stochastic rounding, which moves a weight by the right amount in the mean however small the
-update, only where the fp32 sum itself does.
+kernels, for looking at a run: it waits for a GPU once, to read the step counts of all parameters and what is known of
+their gradients. An update counts where the element has one (a momentum, or without momentum a gradient, that is not
+zero, and lr > 0), and counts as too small where it is lost for good: with rounding to nearest, where the stored weight
+(16 bits, or 16 with their correction) stays as it was; with stochastic rounding, which moves a weight by the right
+amount in the mean however small the update, only where the fp32 sum itself does.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashoptim_dist import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
-from flashoptim_dist.optim import FlashOptimizer
+from flashoptim_dist.optim import FlashOptimizer, compiled, definition, eager
 from tests.optim.cases import SHARDED, Case, whole
 from tests.pool import mesh, run_ranks
 
@@ -155,6 +156,52 @@ def test_updates_are_counted_on_the_local_shard() -> None:
     results = run_ranks(2, counts_of_shards)
     assert [local for _, local in results] == [3 * 64, 2 * 64]
     assert all(updates == local for updates, local in results)
+
+
+class Reads(TorchDispatchMode):
+    """Counts what would wait for a GPU: numbers taken from tensors, and results whose size depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.name()
+        if name.removeprefix("aten::") in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"):
+            self.operations.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("optimizer_type", ALL)
+@pytest.mark.parametrize("tensors", [False, True], ids=["floats", "lr and coefficient on the device"])
+def test_counting_reads_from_the_device_once_a_step(
+    monkeypatch: pytest.MonkeyPatch, optimizer_type: type[FlashOptimizer], tensors: bool
+) -> None:
+    """However many parameters there are; blocks go through the definition, as those of a GPU do."""
+    monkeypatch.setattr(eager, "step_block", lambda block, rule, scratch: definition.step_block(block, rule))
+    monkeypatch.setattr(compiled, "use_compiled", lambda elements: False)
+    lists: list[int] = []
+    to_list = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: lists.append(tensor.numel()) or to_list(tensor))
+    shapes = [(6, 70), (40, 32), (33,), (4, 3, 3, 3)] * 10
+    parameters = [nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in shapes]
+    lr = torch.tensor(1e-3) if tensors else 1e-3
+    groups = [{"params": parameters[:20], "lr": lr}, {"params": parameters[20:]}]
+    optimizer = optimizer_type(groups, lr=2e-3, check_numerics=True)
+    optimizer.init_state()  # a first step without it looks at the learning rates: is it a request for a template?
+    for step in range(1, 4):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        if tensors:
+            optimizer.clip_coefficient = torch.tensor(0.5)
+        polled = step & (step - 1) == 0  # then the counters follow, in one copy that a GPU makes without waiting
+        lists.clear()
+        with Reads() as reads:
+            optimizer.step()
+        assert reads.operations == []
+        assert len(lists) == 1 + polled, lists
+    counts = optimizer.numerics_report().parameters
+    assert [count.updates for count in counts.values()] == [3 * parameter.numel() for parameter in parameters]
 
 
 def test_report_needs_the_option() -> None:
