@@ -1,6 +1,6 @@
-"""How exact the compressed moments and master weights are: our AdamW against fp64 Adam on synthetic gradients.
+"""How exact the compressed moments and master weights are: our optimizers against fp64 on synthetic gradients.
 
-    python recipes/benchmarks/numerics.py              # 2,000 steps: five minutes on two cores
+    python recipes/benchmarks/numerics.py              # 2,000 steps: ten minutes on two cores
     python recipes/benchmarks/numerics.py --smoke      # seconds; figures of so few steps prove nothing
 
 Writes numerics.json, numerics.md and numerics.png into the output folder and prints the tables. The official
@@ -25,10 +25,12 @@ import matplotlib.pyplot as plt
 import torch
 import tyro
 from numerics_support.bounds import GAUSSIAN_ERROR, Check, checks
+from numerics_support.exact import OTHERS, Setting
 from numerics_support.families import NAMES, make_families
 from numerics_support.measure import STOPPED_AFTER, Result, Subject, official, ours, run
 from numerics_support.special import Special, drift, odd_gradient, zero_gradients
 
+ADAMW = "FlashAdamW"
 ROUNDINGS: tuple[Literal["nearest", "stochastic"], ...] = ("nearest", "stochastic")
 
 
@@ -41,7 +43,9 @@ class Config:
     drift_steps: int = 3000
     """Steps under a constant gradient for the drift of master weights."""
     betas2: tuple[float, ...] = (0.95, 0.99, 0.999)
-    """Decay rates of the variance."""
+    """Decay rates of AdamW's variance."""
+    others: bool = True
+    """Measure FlashAdam, FlashLion, FlashSGD and FlashSGDW too."""
     rows: int = 8
     """Rows of each family."""
     columns: int = 512
@@ -67,15 +71,17 @@ def main(config: Config) -> dict[str, object]:
     # Stopped elements are looked at STOPPED_AFTER steps later, so their gradients end in time for that.
     families = make_families(rows, columns, max(1, min(steps // 2, steps - STOPPED_AFTER)), config.seed)
 
-    def subjects(shape: Sequence[int], beta2: float) -> list[Subject]:
-        theirs = official(shape, beta2)
-        return [ours(shape, beta2, rounding, config.device) for rounding in ROUNDINGS] + ([theirs] if theirs else [])
+    settings = [Setting(beta2=beta2) for beta2 in config.betas2] + list(OTHERS if config.others else ())
+
+    def subjects(setting: Setting, shape: Sequence[int]) -> list[Subject]:
+        theirs = official(setting, shape)
+        return [ours(setting, shape, rounding, config.device) for rounding in ROUNDINGS] + ([theirs] if theirs else [])
 
     def report(step: int) -> None:
         if step % max(steps // 10, 1) == 0:
             print(f"step {step} of {steps}, {time.monotonic() - started:.0f} s", flush=True)
 
-    results = run(families, config.betas2, subjects, steps, report)
+    results = run(families, settings, subjects, steps, report)
     specials: list[Special] = []
     odd_steps = 40 if config.smoke else min(steps, 400)
     for beta2 in sorted({config.betas2[0], config.betas2[-1]}):
@@ -114,12 +120,25 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def results_table(results: Sequence[Result]) -> str:
     """Return every result as a Markdown table."""
     rows = []
-    for r in sorted(results, key=lambda r: (NAMES.index(r.family), r.beta2, r.label)):
+    for r in sorted(
+        results, key=lambda r: (r.optimizer != ADAMW, r.optimizer, NAMES.index(r.family), r.beta2, r.label)
+    ):
         ratio = "" if r.root_ratio is None else "{1:.3f} ({0:.3f} to {2:.3f})".format(*r.root_ratio)
         stopped = "" if r.stopped is None else f"{r.stopped:.1e}"
-        largest = f"{r.largest:.2f} ({r.exact_largest:.2f})"
-        rows.append([r.family, f"{r.beta2:g}", r.label, f"{r.error:.4f}", f"{r.cosine:.5f}", largest, ratio, stopped])
-    head = ["gradients", "beta2", "rounding", "error", "cosine", "largest (exact)", "sqrt(v) / exact", "stopped"]
+        largest = f"{r.largest:.3g} ({r.exact_largest:.3g})"
+        figures = [f"{r.error:.4f}", f"{r.cosine:.5f}", largest, ratio, stopped]
+        rows.append([r.optimizer, r.family, f"{r.beta2:g}", r.label, *figures])
+    head = [
+        "optimizer",
+        "gradients",
+        "beta2",
+        "rounding",
+        "error",
+        "cosine",
+        "largest (exact)",
+        "sqrt(v) / exact",
+        "stopped",
+    ]
     return _table(head, rows)
 
 
@@ -132,8 +151,10 @@ def checks_table(bounds: Sequence[Check]) -> str:
     rows = []
     for c in bounds:
         bound = f"{c.low:g} to {c.high:g}" if c.low else f"<= {c.high:g}"
-        rows.append([c.family, f"{c.beta2:g}", c.label, c.what, f"{c.value:.4g}", bound, _verdict(c.holds)])
-    return _table(["gradients", "beta2", "rounding", "what", "measured", "bound", ""], rows)
+        rows.append(
+            [c.optimizer, c.family, f"{c.beta2:g}", c.label, c.what, f"{c.value:.4g}", bound, _verdict(c.holds)]
+        )
+    return _table(["optimizer", "gradients", "beta2", "rounding", "what", "measured", "bound", ""], rows)
 
 
 def specials_table(specials: Sequence[Special]) -> str:
@@ -145,28 +166,34 @@ def specials_table(specials: Sequence[Special]) -> str:
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
-    """Draw the error of the update over the steps, one panel per family."""
+    """Draw the error of the update over the steps, one panel per family: AdamW's decay rates, or the others."""
+    cases = sorted({(r.optimizer, r.beta2) for r in results}, key=lambda case: (case[0] != ADAMW, *case))
+    rows_of_panels = [[case for case in cases if (case[0] == ADAMW) == adamw] for adamw in (True, False)]
+    blocks = [block for block in rows_of_panels if block]
     columns = 4
-    figure, axes = plt.subplots(-(-len(NAMES) // columns), columns, figsize=(14, 8), sharex=True, squeeze=False)
-    betas2 = sorted({result.beta2 for result in results})
+    height = -(-len(NAMES) // columns)
+    figure = plt.figure(figsize=(14, 8 * len(blocks)), layout="constrained")
     styles = {"nearest": "--", "stochastic": "-", "official": ":"}
-    for axis, name in zip(axes.flat, NAMES, strict=False):
-        for r in (r for r in results if r.family == name):
-            steps, errors = zip(*r.curve, strict=True)
-            # Errors of families that are exact for a while are zero, which a logarithm cannot show.
-            shown = [max(error, 1e-4) for error in errors]
-            color = f"C{betas2.index(r.beta2)}"
-            axis.plot(steps, shown, styles[r.label], color=color, linewidth=0.9, label=f"{r.beta2:g} {r.label}")
-        axis.set_yscale("log")
-        axis.set_title(name, fontsize=9)
-        axis.grid(alpha=0.3)
-    for axis in list(axes.flat)[len(NAMES) :]:
-        axis.set_axis_off()
-    handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower right", fontsize=8, title="beta2, rounding")
-    figure.supxlabel("step")
-    figure.supylabel("relative error of the update")
-    figure.tight_layout()
+    for block, part in zip(blocks, figure.subfigures(len(blocks), 1, squeeze=False).flat, strict=True):
+        axes = part.subplots(height, columns, sharex=True, squeeze=False)
+        for axis, name in zip(axes.flat, NAMES, strict=False):
+            for r in (r for r in results if r.family == name and (r.optimizer, r.beta2) in block):
+                steps, errors = zip(*r.curve, strict=True)
+                # Errors of families that are exact for a while are zero, which a logarithm cannot show.
+                shown = [max(error, 1e-4) for error in errors]
+                case = f"{r.beta2:g}" if r.optimizer == ADAMW else r.optimizer
+                color = f"C{block.index((r.optimizer, r.beta2))}"
+                axis.plot(steps, shown, styles[r.label], color=color, linewidth=0.9, label=f"{case} {r.label}")
+            axis.set_yscale("log")
+            axis.set_title(name, fontsize=9)
+            axis.grid(alpha=0.3)
+        for axis in list(axes.flat)[len(NAMES) :]:
+            axis.set_axis_off()
+        handles, labels = axes.flat[0].get_legend_handles_labels()
+        title = "AdamW: beta2, rounding" if block[0][0] == ADAMW else "optimizer, rounding"
+        part.legend(handles, labels, loc="lower right", fontsize=8, title=title)
+        part.supxlabel("step")
+        part.supylabel("relative error of the update")
     figure.savefig(path, dpi=80)
     plt.close(figure)
 

@@ -1,4 +1,4 @@
-"""Running optimizers and exact fp64 Adam side by side over the families, and comparing their updates."""
+"""Running optimizers and the exact fp64 ones side by side over the families, and comparing their updates."""
 
 from __future__ import annotations
 
@@ -10,92 +10,63 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashoptim_dist import FlashAdamW
+import flashoptim_dist
 from flashoptim_dist.formats import Rounding, decode_variance
+from flashoptim_dist.optim.base import FlashOptimizer
 
+from .exact import Exact, Setting
 from .families import NAMES, Families
-
-BETA1 = 0.9
-EPS = 1e-15
-"""So small that gradients of 1e-9 are not hidden by it."""
 
 MEASURE_EVERY = 10
 STOPPED_AFTER = 150
 """How many steps after their last gradient the stopped elements are looked at."""
 
 
-class ExactAdam:
-    """Adam (Kingma and Ba, arXiv 1412.6980, Algorithm 1) in fp64."""
-
-    def __init__(self, shape: Sequence[int], beta2: float) -> None:
-        self.beta2, self.step_count = beta2, 0
-        self.momentum = torch.zeros(*shape, dtype=torch.float64)
-        self.variance = torch.zeros_like(self.momentum)
-
-    def step(self, gradient: Tensor) -> Tensor:
-        """Return the update in units of lr."""
-        self.step_count += 1
-        g = gradient.double()
-        self.momentum.mul_(BETA1).add_(g, alpha=1 - BETA1)
-        self.variance.mul_(self.beta2).addcmul_(g, g, value=1 - self.beta2)
-        root = (self.variance / (1 - self.beta2**self.step_count)).sqrt_().add_(EPS)
-        return self.momentum / (1 - BETA1**self.step_count) / root
-
-
 class Subject:
-    """One optimizer under test. Its fp32 weight is zero before every step, and so minus the update after it."""
+    """One optimizer under test. Its fp32 weight is the setting's before every step."""
 
-    def __init__(self, label: str, beta2: float, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
-        self.label, self.beta2, self.parameter, self.optimizer = label, beta2, parameter, optimizer
+    def __init__(self, label: str, setting: Setting, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+        self.label, self.setting, self.parameter, self.optimizer = label, setting, parameter, optimizer
 
     @torch.no_grad()
     def step(self, gradient: Tensor) -> Tensor:
-        """Return the update in units of lr, fp32 on the CPU."""
-        self.parameter.zero_()
+        """Return the update in units of lr, fp64 on the CPU."""
+        self.parameter.fill_(self.setting.weight)
         self.parameter.grad = gradient.to(self.parameter.device)
         self.optimizer.step()
-        return -self.parameter.detach().cpu()
+        return self.setting.weight - self.parameter.detach().cpu().double()
 
     def root_variance(self) -> Tensor | None:
         """Return sqrt(v) as it is stored, or None where that is not known."""
         state = self.optimizer.state[self.parameter]
         codes, scales = state.get("exp_avg_sq"), state.get("exp_avg_sq_scale")
-        if not isinstance(self.optimizer, FlashAdamW) or codes is None or scales is None:
+        if not isinstance(self.optimizer, FlashOptimizer) or codes is None or scales is None:
             return None
         decoded: Tensor = decode_variance(codes.cpu().reshape(-1, 32), scales.cpu().reshape(-1))
         return decoded.reshape(codes.shape).sqrt()
 
 
-def ours(shape: Sequence[int], beta2: float, rounding: Rounding, device: str, seed: int = 0) -> Subject:
-    """Return our AdamW with 8-bit moments; weight decay off, lr 1."""
+def ours(setting: Setting, shape: Sequence[int], rounding: Rounding, device: str, seed: int = 0) -> Subject:
+    """Return our optimizer with 8-bit moments."""
     parameter = nn.Parameter(torch.zeros(*shape, device=device))
-    optimizer = FlashAdamW(
-        [("weight", parameter)],
-        lr=1.0,
-        betas=(BETA1, beta2),
-        eps=EPS,
-        weight_decay=0.0,
-        rounding=rounding,
-        seed=seed,
+    make: Any = getattr(flashoptim_dist, setting.optimizer)
+    return Subject(
+        rounding, setting, parameter, make([("weight", parameter)], rounding=rounding, seed=seed, **setting.options)
     )
-    return Subject(rounding, beta2, parameter, optimizer)
 
 
-def official(shape: Sequence[int], beta2: float) -> Subject | None:
-    """Return the official package's AdamW, or None where the package or a GPU is missing (it needs one)."""
+def official(setting: Setting, shape: Sequence[int]) -> Subject | None:
+    """Return the official package's, or None where the package or a GPU is missing (it needs one)."""
     if importlib.util.find_spec("flashoptim") is None or not torch.cuda.is_available():
         return None
-    flashoptim: Any = importlib.import_module("flashoptim")
     parameter = nn.Parameter(torch.zeros(*shape, device="cuda"))
-    optimizer = flashoptim.FlashAdamW(
-        [parameter], lr=1.0, betas=(BETA1, beta2), eps=EPS, weight_decay=0.0, master_weight_bits=None
-    )
-    return Subject("official", beta2, parameter, optimizer)
+    make: Any = getattr(importlib.import_module("flashoptim"), setting.optimizer)
+    return Subject("official", setting, parameter, make([parameter], master_weight_bits=None, **setting.options))
 
 
 @dataclass
 class Result:
-    """How far one optimizer was from exact Adam over one family.
+    """How far one optimizer was from the exact one over one family.
 
     ``error``, ``cosine``: of the update, over the measured steps of the last tenth. ``largest``, ``exact_largest``: of
     all updates, in units of lr. ``root_ratio``: quantiles .05, .5, .95 of sqrt(v) over the exact one after the last
@@ -106,6 +77,7 @@ class Result:
     family: str
     beta2: float
     label: str
+    optimizer: str = "FlashAdamW"
     error: float = 0.0
     cosine: float = 0.0
     largest: float = 0.0
@@ -148,50 +120,51 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 def run(
     families: Families,
-    betas2: Sequence[float],
-    make: Callable[[Sequence[int], float], Sequence[Subject]],
+    settings: Sequence[Setting],
+    make: Callable[[Setting, Sequence[int]], Sequence[Subject]],
     steps: int,
     report: Callable[[int], None] = lambda step: None,
 ) -> list[Result]:
-    """Step all optimizers over all families and compare them with exact Adam.
+    """Step all optimizers over all families and compare them with the exact ones.
 
     Args:
         families: gradients; used up by the call.
-        betas2: decay rates of the variance.
-        make: gives the optimizers for a shape and a beta2.
+        settings: which optimizers, each with its hyperparameters.
+        make: gives the optimizers under test for a setting and a shape.
         steps: number of steps.
         report: called after every step.
     """
-    exact = {beta2: ExactAdam(families.shape, beta2) for beta2 in betas2}
-    subjects = [subject for beta2 in betas2 for subject in make(families.shape, beta2)]
+    exact = {setting: setting.exact(families.shape) for setting in settings}
+    subjects = [subject for setting in settings for subject in make(setting, families.shape)]
     sums = [_Sums() for _ in subjects]
     for step in range(1, steps + 1):
         gradient = families.gradient(step)
-        updates = {beta2: adam.step(gradient).view(len(NAMES), -1) for beta2, adam in exact.items()}
+        updates = {setting: one.step(gradient).view(len(NAMES), -1) for setting, one in exact.items()}
         measured = step % MEASURE_EVERY == 0 or step <= MEASURE_EVERY
         late = step > steps - max(steps // 10, MEASURE_EVERY)
         for subject, total in zip(subjects, sums, strict=True):
-            update = subject.step(gradient).double()
-            total.add(step, update.view(len(NAMES), -1), updates[subject.beta2], late, measured)
+            update = subject.step(gradient)
+            total.add(step, update.view(len(NAMES), -1), updates[subject.setting], late, measured)
             if step == families.stop_step + STOPPED_AFTER:
                 total.stopped = families.part(update, "stopped")[families.stopping].abs().mean().item()
         report(step)
     return [
         result
         for subject, total in zip(subjects, sums, strict=True)
-        for result in _results(families, subject, total, exact[subject.beta2].variance.sqrt())
+        for result in _results(families, subject, total, exact[subject.setting])
     ]
 
 
-def _results(families: Families, subject: Subject, total: _Sums, exact_root: Tensor) -> list[Result]:
-    root = subject.root_variance()
+def _results(families: Families, subject: Subject, total: _Sums, reference: Exact) -> list[Result]:
+    root, exact_root = subject.root_variance(), reference.root()
     results = []
     for index, name in enumerate(NAMES):
         difference, exact, own = total.squares[:, index].tolist()
         result = Result(
             family=name,
-            beta2=subject.beta2,
+            beta2=subject.setting.beta2,
             label=subject.label,
+            optimizer=subject.setting.optimizer,
             error=(difference / max(exact, 1e-300)) ** 0.5,
             cosine=total.product[index].item() / max((exact * own) ** 0.5, 1e-300),
             largest=total.largest[0, index].item(),
@@ -199,7 +172,7 @@ def _results(families: Families, subject: Subject, total: _Sums, exact_root: Ten
             stopped=total.stopped if name == "stopped" else None,
             curve=[(step, errors[index].item()) for step, errors in total.curve],
         )
-        if root is not None:
+        if root is not None and exact_root is not None:
             true = families.part(exact_root, name)
             ratio = (families.part(root, name).double() / true.clamp(min=1e-300))[true > 0]
             if ratio.numel():

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from flashoptim_dist import FlashAdamW
 from flashoptim_dist.formats import Rounding
 
-from .measure import BETA1, EPS, ours
+from .exact import BETA1, EPS, Setting
+from .measure import ours
 
 SHAPE = (64, 128)
 """8,192 elements."""
@@ -125,7 +126,7 @@ def odd_gradient(
 def _updates(value: float, at: int, steps: int, rounding: Rounding, beta2: float, device: str) -> Tensor:
     """Updates [steps, ...] under Gaussian gradients, one of which is ``value`` (0: as it was) in step ``at``."""
     generator = torch.Generator().manual_seed(2)
-    subject = ours(SHAPE, beta2, rounding, device)
+    subject = ours(Setting(beta2=beta2), SHAPE, rounding, device)
     updates = []
     for step in range(1, steps + 1):
         gradient = torch.randn(SHAPE, generator=generator) * 1e-2
