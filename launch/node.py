@@ -43,9 +43,11 @@ def main() -> int:
     return 0
 
 
-def _number(name: str, text: str, least: int) -> int:
-    if not (text.isdecimal() and int(text) >= least):
+def _number(name: str, text: str, least: int, most: int = 10**8) -> int:
+    if not (text.isascii() and text.isdecimal() and least <= int(text)):
         raise Wrong(f"--{name} is {text!r}; it must be a whole number of at least {least}")
+    if int(text) > most:  # as seconds by default three years, which every timer takes
+        raise Wrong(f"--{name} is {text!r}; it must be at most {most}")
     return int(text)
 
 
@@ -82,8 +84,10 @@ def _meeting(nodes: str, endpoint: str, run: str) -> tuple[str, int] | None:
         raise Wrong("more than one node needs --endpoint HOST[:PORT], the node where all meet, the same on all")
     if not run:
         raise Wrong("more than one node needs --id NAME, the same on all, and of this run alone")
-    host, _, port_text = endpoint.partition(":")
-    return host, _number("endpoint's port", port_text, 1) if port_text else _PORT
+    host, colon, port_text = endpoint.partition(":")
+    if not host:
+        raise Wrong(f"--endpoint is {endpoint!r}; it must be HOST or HOST:PORT, an address that all nodes know")
+    return host, _number("endpoint's port", port_text, 1, 2**16 - 1) if colon else _PORT
 
 
 def _hosts(host: str, port: int, seconds: int) -> bool:

@@ -141,10 +141,12 @@ class Config:
         for name in ("model", "data"):
             _require(getattr(self, name) != "", name, "empty", "a name or a path")
         for name, value in (
-            *(("lr", self.peak_lr), ("eps", self.eps), ("weight_decay", self.weight_decay)),
+            *(("lr", self.peak_lr), ("weight_decay", self.weight_decay)),
             ("clip_norm", self.clip_norm),
         ):
             _require(math.isfinite(value) and value >= 0, name, value, "finite and not negative")
+        # Without it a weight that has had no gradient yet becomes 0 / 0; less than this is 0 in fp32.
+        _require(1e-30 <= self.eps < math.inf, "eps", self.eps, "finite and at least 1e-30")
         _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "between 0 and 1")
         _require(all(0 <= beta < 1 for beta in self.betas), "betas", self.betas, "two numbers in [0, 1)")
         fraction = self.validation_fraction

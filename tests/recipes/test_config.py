@@ -37,6 +37,7 @@ def test_a_real_model_is_not_trained_at_the_debug_models_rate() -> None:
     ("option", "value"),
     [
         ("--steps", "0"),
+        ("--eps", "0"),
         ("--global-batch", "-1"),
         ("--lr", "nan"),
         ("--lr", "-1"),
