@@ -1,7 +1,8 @@
 """How fast streamed data is, and how long a start and a resume take, against the size of the files.
 
     python recipes/benchmarks/data.py --output OUT
-    python recipes/benchmarks/data.py --output OUT --model DIR --megabytes 1000      # another tokenizer, more data
+    python recipes/benchmarks/data.py --output OUT --vocabulary 128256              # a tokenizer as large as Llama 3's
+    python recipes/benchmarks/data.py --output OUT --model DIR --megabytes 1000     # another tokenizer, more data
 
 Rows are made of the standard library's functions. All times are CPU seconds of one process, which other programs on the
 machine change little: tokens per second are those of one worker, or of a rank without workers.
@@ -18,6 +19,7 @@ import json
 import platform
 import random
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,6 +36,7 @@ from llama_support.model import load_tokenizer, model_folder
 from llama_support.rows import read_rows
 from llama_support.streamed_data import stream
 from llama_support.streaming import StreamedSteps
+from llama_support.train_debug_tokenizer import LLAMA3_WORDS, train
 from llama_support.world import World
 
 NEEDS = {"8B": 7_000, "1B": 60_000}
@@ -50,6 +53,9 @@ class Options:
     """Folder for the generated rows and the table."""
     model: str = "debug"
     """Whose tokenizer and chat template."""
+    vocabulary: int | None = None
+    """Instead of the model's: a tokenizer of so many entries that cuts words as Llama 3's does, trained on the Python
+    files of this environment (a few minutes, and kept in the output folder)."""
     megabytes: int = 100
     """Size of the generated data of each form; a start and a resume are timed at a quarter, a half and all of it."""
     shards: int = 8
@@ -87,6 +93,25 @@ def write_shards(folder: Path, form: str, size: int, count: int) -> None:
         with (folder / f"part-{number:03}.jsonl").open("w", encoding="utf-8") as file:
             while written < size / count:
                 written += file.write(json.dumps(next(rows)) + "\n")
+
+
+def large_tokenizer(folder: Path, vocabulary: int) -> Any:
+    """The tokenizer of `folder`; trained first if there is none, on the Python files of this environment.
+
+    Ends the program where these have too few words for so many entries.
+    """
+    if not folder.is_dir():
+        places = {Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib", "platlib")}
+        files = sorted({path for place in places for path in place.rglob("*.py")})
+        sizes = sum(path.stat().st_size for path in files)
+        print(f"training a tokenizer on {len(files):,} files, {sizes / 1e6:.0f} MB", flush=True)
+        tokenizer = train(
+            (path.read_text(encoding="utf-8", errors="replace") for path in files), vocabulary, LLAMA3_WORDS
+        )
+        if len(tokenizer) < vocabulary:
+            sys.exit(f"these files have only {len(tokenizer):,} entries; give a smaller --vocabulary")
+        tokenizer.save_pretrained(folder)
+    return load_tokenizer(folder)
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
@@ -140,7 +165,10 @@ def measure(options: Options, folder: Path, tokenizer: Any) -> dict[str, float]:
 def main() -> None:
     """Generate, measure, print and write the table."""
     options = tyro.cli(Options)
-    tokenizer = load_tokenizer(model_folder(options.model))
+    if options.vocabulary is None:
+        tokenizer = load_tokenizer(model_folder(options.model))
+    else:
+        tokenizer = large_tokenizer(options.output / f"tokenizer-{options.vocabulary}", options.vocabulary)
     lines = [
         "| rows | MB | rows | index s | index MB/s | start s | resume s | tokens/s | sequences filled | 8B | 1B |",
         "|---|---|---|---|---|---|---|---|---|---|---|",

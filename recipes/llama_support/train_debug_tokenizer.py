@@ -6,9 +6,10 @@ The result is kept in the repository, so that every machine trains on the same t
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -22,15 +23,33 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|role|>{{ message.role }}<|content|>{{ message.content }}<|turn_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|role|>assistant<|content|>{% endif %}"
 )
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Llama 3 cuts text into the words within which it merges."""
 
 
-def train(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer over `texts` that adds the begin token, with a chat template."""
+def train(texts: Iterable[str], vocabulary: int = VOCABULARY, words: str | None = None) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer over `texts` that adds the begin token, with a chat template.
+
+    Args:
+        texts: what to train on.
+        vocabulary: entries, special tokens included; fewer where `texts` have no more.
+        words: a pattern of the words within which to merge, by default GPT-2's.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if words is not None:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(words), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         special_tokens=SPECIAL_TOKENS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
