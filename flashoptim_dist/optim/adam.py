@@ -49,7 +49,8 @@ class FlashAdamW(_AdamFamily):
     Args:
         params: parameters, (name, parameter) pairs, or groups. With names, results do not depend on the order of
             parameters and checkpoints match by name: ``FlashAdamW(model.named_parameters())``. A group may hold its
-            own master_weight_bits, quantize, rounding, seed and decouple_lr beside torch's keys.
+            own master_weight_bits, quantize, rounding, seed and decouple_lr beside torch's keys. They may change at any
+            time: the next step goes by them, and says what it converted.
         lr: learning rate (float or 0-dim tensor).
         betas: decay rates of momentum and variance.
         eps: added to the denominator.

@@ -16,12 +16,14 @@ from flashoptim_dist.formats import FormatSpec, Rounding
 from flashoptim_dist.optim.backends import StepTask, step_with_torch
 from flashoptim_dist.optim.checks import (
     check_common,
+    check_decoupling,
     check_gradient,
     check_options,
     check_parameter,
     check_torch_options,
 )
 from flashoptim_dist.optim.conversion import dequantize
+from flashoptim_dist.optim.live_options import convert_states, follow_options, options_of_groups
 from flashoptim_dist.optim.loading import load_state
 from flashoptim_dist.optim.masters import MasterWeights
 from flashoptim_dist.optim.records import ParameterRecord, fingerprint, new_record
@@ -97,6 +99,7 @@ class FlashOptimizer(MasterWeights, GradientScaling):
 
     def _init_runtime(self) -> None:
         self._records: dict[Tensor, ParameterRecord] = {}
+        self._followed: list[tuple[Any, ...]] = []  # options of the groups that records and states go by
         self._init_scaling()
         self._stepper = FusedStepper(self)
 
@@ -116,11 +119,8 @@ class FlashOptimizer(MasterWeights, GradientScaling):
             check_common(group, where)
             self._check_group(group, where)
             lr = float(group.get("initial_lr", group["lr"]))
+            check_decoupling(self._option(group, "decouple_lr"), lr, where)
             if self._option(group, "decouple_lr"):
-                if lr == 0.0:
-                    raise ValueError(
-                        f"{where}decouple_lr=True scales the decay by lr / initial lr, which must not be 0"
-                    )
                 group.setdefault("initial_lr", lr)  # where schedulers keep it; saved with the group
             names = group.get("param_names", [None] * len(group["params"]))
             for parameter, name in zip(group["params"], names, strict=True):
@@ -202,6 +202,10 @@ class FlashOptimizer(MasterWeights, GradientScaling):
             record = self._records[parameter]
         return record
 
+    def _set_records(self, records: dict[Tensor, ParameterRecord]) -> None:
+        """Go by these records, to which all states fit."""
+        self._records, self._followed = records, options_of_groups(self)
+
     def _renew_records(self) -> None:
         self._stepper.forget()
         old, self._records = self._records, self._new_records(self.param_groups)
@@ -218,6 +222,7 @@ class FlashOptimizer(MasterWeights, GradientScaling):
         State is zero: it decodes to zero moments and to the 16-bit weights as they are, whenever those are set.
         """
         self._stepper.settle()
+        follow_options(self)
         made = []
         for parameter, _, _, _ in self._named():
             if parameter.requires_grad and not self.state.get(parameter):
@@ -265,6 +270,8 @@ class FlashOptimizer(MasterWeights, GradientScaling):
         Parameters are matched by name where both sides have names, else by order. Hyperparameters are the saved ones,
         as in torch; the options of the format (master_weight_bits, quantize, rounding, seed, decouple_lr) stay this
         optimizer's, and state in another form is converted, parameter by parameter, with one warning that says so.
+        (Another rounding leaves no trace in the state and is said by its record, which torch's
+        ``get_optimizer_state_dict`` leaves out.)
         Correction bits that come with the state are kept until the first step, whatever is loaded into the weights in
         between.
 
@@ -316,6 +323,7 @@ class FlashOptimizer(MasterWeights, GradientScaling):
         A subset's skipped steps are not counted; the caller counts the step that they are part of.
         """
         self._count_changes()
+        follow_options(self)
         stepped = self._stepper.step_as_before(inputs, subset)
         if stepped is None:
             return
@@ -386,6 +394,7 @@ class FlashOptimizer(MasterWeights, GradientScaling):
                 record = self._record(parameter)
                 if record.moments != moments:
                     self._renew_records()
+                    convert_states(self)
                     record = self._record(parameter)
                 check_gradient(parameter, gradient, record.name)
                 state = self.state[parameter]

@@ -74,6 +74,16 @@ def check_common(group: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where}weight_decay must be >= 0, got {group['weight_decay']}")
 
 
+def check_decoupling(decouples: bool, initial_lr: float, where: str) -> None:
+    """Check that decay can be scaled by lr / initial lr, if it is to be.
+
+    Raises:
+        ValueError: the initial learning rate is 0.
+    """
+    if decouples and initial_lr == 0.0:
+        raise ValueError(f"{where}decouple_lr=True scales the decay by lr / initial lr, which must not be 0")
+
+
 def check_betas(group: Mapping[str, Any], where: str) -> None:
     """Check the two decay rates of a group.
 

@@ -43,16 +43,19 @@ def load_state(optimizer: FlashOptimizer, state_dict: Mapping[str, Any]) -> None
     # What a parameter keeps follows from the loaded hyperparameters (SGD's momentum), not from the present ones.
     records = optimizer._new_records(groups)
     state: dict[Any, Any] = {}
-    conversions = _option_changes(optimizer, loaded.get("format") or {})
+    spec = loaded.get("format") or {}
+    conversions = _option_changes(optimizer, spec)
     for parameter, saved_id in saved_of.items():
         entries = _present(loaded["state"].get(saved_id))
         if entries:
-            state[parameter] = _load_parameter(optimizer, parameter, records[parameter], entries, version, conversions)
+            state[parameter] = _load_parameter(
+                optimizer, parameter, records[parameter], entries, version, spec, conversions
+            )
     matched = set(saved_of.values())
     state.update({key: deepcopy(value) for key, value in loaded["state"].items() if key not in matched})
     optimizer.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
-    optimizer._records = records
-    _say(conversions)
+    optimizer._set_records(records)
+    say(conversions, "the loaded optimizer state was converted to this optimizer's options")
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
@@ -111,6 +114,7 @@ def _load_parameter(
     record: ParameterRecord,
     saved: Mapping[str, Any],
     version: int,
+    spec: Mapping[str, Any],
     conversions: Counter[str],
 ) -> dict[str, Any]:
     """Return the state of one parameter from saved entries, each in the dtype and layout this parameter needs."""
@@ -119,25 +123,13 @@ def _load_parameter(
     new.fill_(_saved_step(optimizer, saved))
     state: dict[str, Any] = {STEP: new}
     present = [moment for moment in record.moments if saved.get(moment.name) is not None]
-    _load_moments(optimizer, state, present, parameter, record, saved, version, conversions)
+    says_quantized = optimizer.compress_state_dict or spec.get("quantize") is False
+    load_moments(state, present, parameter, record, saved, version, conversions, says_quantized=says_quantized)
     for moment in record.moments:
         if moment not in present and not bool(new):
             state.update({name: new_entry(record.entries[name], parameter) for name in _names(moment, record)})
         # else SGD's momentum was switched on after the last step: the next one makes it, as in torch.
-    if ERROR_BITS in record.entries:
-        target = new_entry(record.entries[ERROR_BITS], parameter)
-        if ERROR_BITS in saved:
-            correction = _placed(saved[ERROR_BITS], parameter, record, ERROR_BITS)
-            _check_dtype(correction, tuple(CORRECTION_DTYPES.values()), ERROR_BITS, record)
-            dtype = record.entries[ERROR_BITS].dtype
-            if correction.dtype != dtype:
-                conversions[f"corrections of {correction.dtype.itemsize * 8} bits to {dtype.itemsize * 8}"] += 1
-            local_tensor(target).copy_(convert_correction(correction, dtype))
-        elif any(moment.scale_name in saved for moment in optimizer.moment_specs):
-            conversions["16-bit weights without correction to weights with one"] += 1
-        state[ERROR_BITS] = target
-    elif ERROR_BITS in saved:
-        conversions["weights with a correction to weights without"] += 1
+    load_correction(state, parameter, record, saved, conversions)
     return state
 
 
@@ -175,8 +167,31 @@ def _saved_step(optimizer: FlashOptimizer, saved: Mapping[str, Any]) -> float:
     return 1.0 if any(saved.get(moment.name) is not None for moment in optimizer.moment_specs) else 0.0
 
 
-def _load_moments(
-    optimizer: FlashOptimizer,
+def load_correction(
+    state: dict[str, Any],
+    parameter: Tensor,
+    record: ParameterRecord,
+    saved: Mapping[str, Any],
+    conversions: Counter[str],
+) -> None:
+    """Put the correction into ``state``, as wide as the parameter needs it, if it needs one."""
+    if ERROR_BITS not in record.entries:
+        if ERROR_BITS in saved:
+            conversions["weights with a correction to weights without"] += 1
+        return
+    target = state[ERROR_BITS] = new_entry(record.entries[ERROR_BITS], parameter)
+    if ERROR_BITS not in saved:
+        conversions["16-bit weights without correction to weights with one"] += 1
+        return
+    correction = _placed(saved[ERROR_BITS], parameter, record, ERROR_BITS)
+    _check_dtype(correction, tuple(CORRECTION_DTYPES.values()), ERROR_BITS, record)
+    dtype = record.entries[ERROR_BITS].dtype
+    if correction.dtype != dtype:
+        conversions[f"corrections of {correction.dtype.itemsize * 8} bits to {dtype.itemsize * 8}"] += 1
+    local_tensor(target).copy_(convert_correction(correction, dtype))
+
+
+def load_moments(
     state: dict[str, Any],
     moments: Sequence[MomentSpec],
     parameter: Tensor,
@@ -184,10 +199,13 @@ def _load_moments(
     saved: Mapping[str, Any],
     version: int,
     conversions: Counter[str],
+    *,
+    says_quantized: bool = True,
 ) -> None:
     """Put moments (and their scales) into ``state``, quantized or decoded as the parameter needs them.
 
-    All together: a momentum is in the unit that its variance gives it.
+    All together: a momentum is in the unit that its variance gives it. ``says_quantized``: whether it is worth a word
+    that floating-point moments were quantized; it is not where that is how the optimizer's own state is saved.
     """
     layout, signed = record.layout, [moment.signed for moment in moments]
     scales = [saved.get(moment.scale_name) for moment in moments]
@@ -212,7 +230,7 @@ def _load_moments(
                 conversions[f"moments of format version {version} to version {FORMAT_VERSION}"] += 1
             if not wants:
                 conversions["8-bit moments to fp32"] += len(moments)
-        elif wants and optimizer.compress_state_dict:  # else that is how this optimizer's own state is saved
+        elif wants and says_quantized:
             conversions["floating-point moments to 8 bits"] += len(moments)
         placed = list(quantize(values, signed, layout)) if wants else [(value, None) for value in values]
     else:
@@ -242,7 +260,8 @@ def _placed_moment(
     elif not values.is_floating_point():
         raise ValueError(
             f"{moment.name!r} of parameter {record.name!r} was saved as {values.dtype} and {moment.scale_name!r} is "
-            "missing: codes mean nothing without their scales"
+            "missing: codes mean nothing without their scales. (torch's flattened form passes over entries that this "
+            "optimizer does not keep: load with quantize=True, or in the nested form)"
         )
     return values, scale
 
@@ -285,11 +304,11 @@ def _option_changes(optimizer: FlashOptimizer, spec: Mapping[str, Any]) -> Count
     return Counter([f"rounding {spec['rounding']!r} to {live['rounding']!r}"] if changed else [])
 
 
-def _say(conversions: Counter[str]) -> None:
+def say(conversions: Counter[str], opening: str) -> None:
+    """Warn of conversions, if there were any, in one sentence that begins with ``opening``."""
     if conversions:
         done = "; ".join(f"{what} ({count}x)" for what, count in conversions.items())
         warnings.warn(
-            f"the loaded optimizer state was converted to this optimizer's options: {done}. Nothing needs to be done; "
-            "what fewer bits cannot hold was rounded to nearest",
+            f"{opening}: {done}. Nothing needs to be done; what fewer bits cannot hold was rounded to nearest",
             stacklevel=4,
         )
