@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flashoptim_dist.formats import Rounding
 from flashoptim_dist.optim.base import FlashOptimizer, ParamsT
-from flashoptim_dist.optim.checks import check_betas
+from flashoptim_dist.optim.checks import check_betas, with_positional
 from flashoptim_dist.optim.rules import AdamHyperparameters
 from flashoptim_dist.optim.state import MomentSpec
 
@@ -44,7 +44,7 @@ class FlashAdamW(_AdamFamily):
     """AdamW with a 24-bit split master weight and 8-bit moments: 5.125 bytes per parameter beside the gradient.
 
     A drop-in for ``torch.optim.AdamW`` on plain tensors and DTensors (FSDP2, tensor and expert parallel), mixed at
-    will, and for flashoptim's FlashAdamW (arguments after ``weight_decay`` by keyword).
+    will, and for flashoptim's FlashAdamW, by position too.
 
     Args:
         params: parameters, (name, parameter) pairs, or groups. With names, results do not depend on the order of
@@ -55,7 +55,10 @@ class FlashAdamW(_AdamFamily):
         betas: decay rates of momentum and variance.
         eps: added to the denominator.
         weight_decay: decoupled weight decay (the weight is multiplied by 1 - lr * weight_decay).
-        amsgrad: must be False; it stands here for torch's order of arguments.
+        *after_weight_decay: by position after ``weight_decay`` come decouple_lr, quantize, compress_state_dict,
+            master_weight_bits, check_numerics and fused, as in flashoptim. One alone must be False: torch has amsgrad
+            there.
+        amsgrad: must be False.
         decouple_lr: decay by 1 - weight_decay * lr / initial lr instead, so that ``weight_decay`` is the decay per
             step at the initial learning rate (Loshchilov and Hutter's form).
         master_weight_bits: 24 (int8 correction) or 32 (int16) for bf16 and fp16 parameters; None keeps the 16-bit
@@ -77,7 +80,8 @@ class FlashAdamW(_AdamFamily):
         differentiable: must be False.
 
     Raises:
-        ValueError: an option out of range. TypeError: a parameter of another dtype. RuntimeError: fused and foreach.
+        ValueError: an option out of range. TypeError: a parameter of another dtype, or a sixth positional argument that
+            means two things. RuntimeError: fused and foreach.
     """
 
     def __init__(
@@ -87,8 +91,8 @@ class FlashAdamW(_AdamFamily):
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        *after_weight_decay: Any,
         amsgrad: bool = False,
-        *,
         decouple_lr: bool = False,
         master_weight_bits: int | None = 24,
         quantize: bool = True,
@@ -103,29 +107,40 @@ class FlashAdamW(_AdamFamily):
         capturable: bool = False,
         differentiable: bool = False,
     ) -> None:
+        options = with_positional(
+            FlashAdamW,
+            after_weight_decay,
+            {
+                "decouple_lr": decouple_lr,
+                "quantize": quantize,
+                "compress_state_dict": compress_state_dict,
+                "master_weight_bits": master_weight_bits,
+                "check_numerics": check_numerics,
+                "fused": fused,
+            },
+        )
+        switches = {"amsgrad": amsgrad, "fused": options.pop("fused"), "foreach": foreach}
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize},
-            master_weight_bits=master_weight_bits,
-            quantize=quantize,
             rounding=rounding,
             seed=seed,
-            decouple_lr=decouple_lr,
-            compress_state_dict=compress_state_dict,
-            check_numerics=check_numerics,
             offload_states=offload_states,
-            torch_options={"amsgrad": amsgrad, "fused": fused, "foreach": foreach, "differentiable": differentiable},
+            torch_options={**switches, "differentiable": differentiable},
+            **options,
         )
 
 
 class FlashAdam(_AdamFamily):
     """Adam with L2 weight decay (added to the gradient), compressed as :class:`FlashAdamW` is.
 
-    A drop-in for ``torch.optim.Adam``, and for flashoptim's FlashAdam (arguments after ``weight_decay`` by keyword).
-    Arguments that are not named here are those of :class:`FlashAdamW`.
+    A drop-in for ``torch.optim.Adam``, and for flashoptim's FlashAdam, by position too. Arguments that are not named
+    here are those of :class:`FlashAdamW`.
 
     Args:
         weight_decay: times the weight, added to the gradient.
+        *after_weight_decay: as for :class:`FlashAdamW`, without decouple_lr. One alone is refused: it is quantize for
+            flashoptim and amsgrad for torch.
         decoupled_weight_decay: True makes it AdamW, as in torch.
     """
 
@@ -136,8 +151,8 @@ class FlashAdam(_AdamFamily):
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        *after_weight_decay: Any,
         amsgrad: bool = False,
-        *,
         master_weight_bits: int | None = 24,
         quantize: bool = True,
         rounding: Rounding = "stochastic",
@@ -160,17 +175,26 @@ class FlashAdam(_AdamFamily):
             "maximize": maximize,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
+        options = with_positional(
+            FlashAdam,
+            after_weight_decay,
+            {
+                "quantize": quantize,
+                "compress_state_dict": compress_state_dict,
+                "master_weight_bits": master_weight_bits,
+                "check_numerics": check_numerics,
+                "fused": fused,
+            },
+        )
+        switches = {"amsgrad": amsgrad, "fused": options.pop("fused"), "foreach": foreach}
         super().__init__(
             params,
             defaults,
-            master_weight_bits=master_weight_bits,
-            quantize=quantize,
             rounding=rounding,
             seed=seed,
-            compress_state_dict=compress_state_dict,
-            check_numerics=check_numerics,
             offload_states=offload_states,
-            torch_options={"amsgrad": amsgrad, "fused": fused, "foreach": foreach, "differentiable": differentiable},
+            torch_options={**switches, "differentiable": differentiable},
+            **options,
         )
 
     def _decay_is_decoupled(self, group: dict[str, Any]) -> bool:

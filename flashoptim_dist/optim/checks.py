@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -52,13 +53,42 @@ def check_torch_options(options: Mapping[str, Any], where: str) -> None:
     if options.get("amsgrad"):
         raise ValueError(
             f"{where}amsgrad=True is not supported: it keeps a third moment, which has no compressed form here. Use "
-            "torch.optim's optimizer for it (every argument after weight_decay goes by keyword)"
+            "torch.optim's optimizer for it"
         )
     if options.get("differentiable"):
         raise ValueError(
             f"{where}differentiable=True is not supported: no gradient flows through compressed state. Use "
             "torch.optim's optimizer for it"
         )
+
+
+def with_positional(optimizer: type, given: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options, some of which may have come by position after weight_decay, in flashoptim's order.
+
+    torch.optim's Adam and AdamW have one argument there, amsgrad. So one alone has two meanings, and more have one.
+
+    Args:
+        optimizer: whose constructor got them.
+        given: those that came by position.
+        keywords: all of them as they came by keyword, in flashoptim's order.
+
+    Raises:
+        TypeError: one alone, unless it is the default of both; too many; or one that came by keyword too.
+    """
+    name, names = optimizer.__name__, list(keywords)
+    defaults = {option: inspect.signature(optimizer).parameters[option].default for option in names} if given else {}
+    if len(given) == 1 and not (given[0] is False and defaults[names[0]] is False):
+        raise TypeError(
+            f"{name}: the sixth positional argument is amsgrad for torch.optim.{name.removeprefix('Flash')} and "
+            f"{names[0]} for flashoptim.{name}. Pass {names[0]}={given[0]!r} by keyword if you mean that; leave "
+            "amsgrad out, which is False here"
+        )
+    if len(given) > len(names):
+        raise TypeError(f"{name} takes at most {5 + len(names)} positional arguments, got {5 + len(given)}")
+    positional = dict(zip(names, given, strict=False)) if len(given) > 1 else {}
+    for twice in (option for option in positional if keywords[option] is not defaults[option]):
+        raise TypeError(f"{name} got {twice} by position and by keyword")
+    return {**keywords, **positional}
 
 
 def check_common(group: Mapping[str, Any], where: str) -> None:
