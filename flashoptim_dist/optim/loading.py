@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flashoptim_dist.formats import FORMAT_VERSION, are_variance_scales, canonical_name
 from flashoptim_dist.formats.weights import CORRECTION_DTYPES
+from flashoptim_dist.optim.algorithms import check_algorithm
 from flashoptim_dist.optim.checks import check_torch_options
 from flashoptim_dist.optim.conversion import convert_correction, dequantize, local_part, quantize
 from flashoptim_dist.optim.state import ERROR_BITS, STEP, MomentSpec, new_entry, new_step
@@ -70,10 +71,8 @@ def _check_groups(optimizer: FlashOptimizer, saved_groups: list[dict[str, Any]])
                 f"parameter group {index} of the state has {len(saved['params'])} parameters and this optimizer's has "
                 f"{len(group['params'])}; build the optimizer with the groups it was saved with"
             )
-        check_torch_options(
-            {"amsgrad": saved.get("amsgrad"), "differentiable": saved.get("differentiable")},
-            f"parameter group {index} of the state: ",
-        )
+        check_algorithm(optimizer, index, saved)
+        check_torch_options({"differentiable": saved.get("differentiable")}, f"parameter group {index} of the state: ")
 
 
 def _merge_group(optimizer: FlashOptimizer, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
