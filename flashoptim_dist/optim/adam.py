@@ -66,7 +66,8 @@ class FlashAdamW(_AdamFamily):
         quantize: False keeps moments in fp32, whatever the parameter's dtype.
         rounding: "stochastic" (unbiased; moving averages never stall) or "nearest".
         seed: of the stochastic rounding; results depend on it, never on the world size.
-        compress_state_dict: False makes ``state_dict()`` give fp32 moments, which torch's optimizers load.
+        compress_state_dict: False makes ``state_dict()`` give fp32 moments, which torch's optimizers load. The weights'
+            corrections (``error_bits``) stay in it, and those optimizers pass over them.
         check_numerics: count the updates that are too small to change a weight, in a pure-torch step instead of the
             kernels; see ``numerics_report()``. Not with ``fused=True``.
         offload_states: keep the states of CUDA parameters in pinned host memory and stream them through the step; the

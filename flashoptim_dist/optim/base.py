@@ -240,7 +240,9 @@ class FlashOptimizer(MasterWeights, GradientScaling):
         A parameter that never had a gradient is saved with zero state and step 0, so that a checkpoint always matches
         the template a fresh optimizer gives. A never-stepped optimizer has an empty state. Tensors are the live ones;
         with ``compress_state_dict=False`` the moments are decoded to new fp32 tensors without scales, which torch's
-        optimizers load. ``"format"`` beside ``"state"`` and ``"param_groups"`` is :meth:`format_spec`.
+        optimizers load. ``error_bits`` stays in any case, as in flashoptim, or masters would lose their low bits;
+        torch's optimizers carry it along unread, cast to the parameter's dtype. ``"format"`` beside ``"state"`` and
+        ``"param_groups"`` is :meth:`format_spec`.
         """
         if self.state:
             self.init_state()

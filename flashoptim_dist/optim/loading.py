@@ -183,6 +183,12 @@ def load_correction(
         conversions["16-bit weights without correction to weights with one"] += 1
         return
     correction = _placed(saved[ERROR_BITS], parameter, record, ERROR_BITS)
+    if correction.is_floating_point():
+        raise ValueError(
+            f"{ERROR_BITS!r} of parameter {record.name!r} was saved as {correction.dtype}: a torch optimizer carried "
+            "it along unread and may have moved the weight since, or flashoptim saved it. Delete it from the state to go "
+            "on with the weights as they are; flashoptim-dist convert reads flashoptim's"
+        )
     _check_dtype(correction, tuple(CORRECTION_DTYPES.values()), ERROR_BITS, record)
     dtype = record.entries[ERROR_BITS].dtype
     if correction.dtype != dtype:

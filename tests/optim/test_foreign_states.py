@@ -1,7 +1,8 @@
-"""States of other algorithms: what loads is what the moments mean the same for; all else is refused by name."""
+"""States of other optimizers, and ours in theirs: what loads is what means the same; all else is refused by name."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -110,3 +111,64 @@ def test_a_key_of_the_live_group_is_no_sign_of_another_algorithm() -> None:
     optimizer = FlashAdamW([{"params": held, "momentum": 0.5}])
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.param_groups[0]["momentum"] == 0.5
+
+
+# ---------------------------------------------------------------------------------------------- uncompressed
+
+PEERS = [name for name, (_, _, algorithm) in OURS.items() if algorithm != "Lion"]
+
+
+def peer_of(name: str, held: list[nn.Parameter]) -> torch.optim.Optimizer:
+    make, options, _ = OURS[name]
+    theirs = {FlashAdamW: torch.optim.AdamW, FlashAdam: torch.optim.Adam}.get(make, torch.optim.SGD)  # type: ignore[call-overload]
+    return theirs(held, lr=0.5, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", PEERS)
+def test_torchs_optimizers_load_uncompressed_state(name: str, dtype: torch.dtype) -> None:
+    """They get the moments, decoded and cast as they cast all state, and pass over the weight's correction."""
+    make, options, _ = OURS[name]
+    held = [nn.Parameter(parameters()[0].to(dtype))]
+    optimizer = make(held, lr=1e-2, compress_state_dict=False, **options)
+    for step in range(3):
+        held[0].grad = torch.full_like(held[0], 0.25 + step)
+        optimizer.step()
+    saved = optimizer.state_dict()
+    entries = saved["state"][0]
+    moments = {"momentum_buffer"} if options else set() if "SGD" in name else {"exp_avg", "exp_avg_sq"}
+    assert entries.keys() == {"step", *moments, *(["error_bits"] if dtype == torch.bfloat16 else [])}
+    stepped = []
+    for kept in (entries, {n: value for n, value in entries.items() if n != "error_bits"}):
+        weights = [nn.Parameter(held[0].detach().clone())]
+        peer = peer_of(name, weights)
+        peer.load_state_dict(copy.deepcopy({**saved, "state": {0: kept}}))
+        for moment in moments:
+            assert_same_bits(peer.state[weights[0]][moment], entries[moment].to(dtype), moment)
+        weights[0].grad = torch.full_like(weights[0], -1.0)
+        peer.step()
+        assert not torch.equal(weights[0], held[0])
+        stepped.append(weights[0])
+    assert torch.equal(*stepped)
+    if dtype == torch.bfloat16:  # what they carried along belongs to the weight of then
+        with pytest.raises(ValueError, match=r"'error_bits' of parameter '#0' was saved as torch.bfloat16: a torch"):
+            make(held, **options).load_state_dict(
+                {**saved, "state": {0: {**entries, "error_bits": entries["error_bits"].bfloat16()}}}
+            )
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_uncompressed_state_keeps_every_master_and_is_not_spoken_of(name: str) -> None:
+    make, options, _ = OURS[name]
+    held = parameters()
+    optimizer = make(held, lr=1e-2, compress_state_dict=False, **options)
+    for step in range(3):
+        held[0].grad = torch.full_like(held[0], 0.25 + step)
+        optimizer.step()
+    other_held = [nn.Parameter(held[0].detach().clone())]
+    other = make(other_held, lr=1e-2, compress_state_dict=False, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.load_state_dict(optimizer.state_dict())
+    assert torch.equal(optimizer.master_weight(held[0]), other.master_weight(other_held[0]))
+    assert not torch.equal(optimizer.master_weight(held[0]), held[0].float())
