@@ -74,8 +74,9 @@ def clip_grad_norm_(
     Raises:
         TypeError: something else than parameters or optimizers.
         ValueError: another norm_type, or a negative or NaN max_norm.
-        RuntimeError: a sparse or complex gradient, or gradients that gradient release has applied already; with
-            ``error_if_nonfinite`` a norm that is not finite.
+        RuntimeError: a sparse or complex gradient, or gradients that gradient release has applied already; optimizers
+            that were clipped apart from each other in the same step; with ``error_if_nonfinite`` a norm that is not
+            finite.
     """
     if float(norm_type) not in (2.0, math.inf):
         raise ValueError(f"norm_type must be 2 or inf, got {norm_type}; other norms: torch.nn.utils.clip_grad_norm_")
@@ -86,6 +87,11 @@ def clip_grad_norm_(
     lazy = bool(optimizers) and len(ours) == len(optimizers)
     norm = _global_norm(parameters, ours, math.isinf(float(norm_type)), pp_group)
     earlier = ours[0].clip_coefficient if lazy else None
+    if any(optimizer.clip_coefficient is not earlier for optimizer in ours if lazy):
+        raise RuntimeError(
+            "these optimizers were clipped apart from each other before, in this step: clip them together, in one call,"
+            " or drop what was clipped with zero_grad()"
+        )
     if earlier is not None:
         norm = norm * earlier.to(norm.device)
     coefficient = (norm + _EPSILON).reciprocal_().mul_(float(max_norm)).clamp_(max=1.0)

@@ -208,6 +208,8 @@ def _converted(name: str, value: Any, wanted: Any) -> Any:
     note = ""
     if isinstance(value, str) and float in kinds:
         note = "; YAML reads 1e-5 as text: write 1.0e-5"
+    if get_origin(wanted) is Literal:
+        raise BadInput(f"{name} is {value!r}; it must be one of {', '.join(get_args(wanted))}")
     raise BadInput(f"{name} is {value!r}, which is no {getattr(wanted, '__name__', wanted)}{note}")
 
 

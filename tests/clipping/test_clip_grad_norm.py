@@ -231,6 +231,21 @@ def test_clipping_twice_before_a_step_clips_what_the_first_left() -> None:
     assert float(optimizer.clip_coefficient) == pytest.approx(0.25 / _expected(2.0), rel=CLOSE)
 
 
+def test_optimizers_that_were_clipped_apart_have_no_common_norm() -> None:
+    """Each has a coefficient of its own then, of which one would be applied to all."""
+    names, parameters = list(SHAPES), _parameters("plain")
+    first, second = (fod.FlashAdamW([(n, parameters[n]) for n in part]) for part in (names[:3], names[3:]))
+    fod.clip_grad_norm_(first, 1.0)
+    for given in ([first, second], [second, first]):
+        with pytest.raises(
+            RuntimeError, match="clipped apart from each other before, in this step: clip them together"
+        ):
+            fod.clip_grad_norm_(given, 1.0)
+    first.zero_grad()
+    assert float(fod.clip_grad_norm_([first, second], 0.5)) > 0.5
+    assert float(fod.clip_grad_norm_([second, first], 0.5)) == pytest.approx(0.5, rel=CLOSE)
+
+
 def test_zero_grad_takes_the_coefficient_away() -> None:
     parameters = _parameters("plain")
     optimizer = fod.FlashAdamW(parameters.items())

@@ -132,7 +132,7 @@ def test_a_config_file_of_ones_own(tmp_path: Path) -> None:
         ("steps: true", "'steps' of config .* is True"),
         ("lr: 1e-5", "is '1e-5', which is no .*write 1.0e-5"),
         ("betas: [0.9]", "'betas' of config"),
-        ("optimizer: lion", "'optimizer' of config .* is 'lion'"),
+        ("optimizer: lion", "'optimizer' of config .* is 'lion'; it must be one of flash_adamw, adamw"),
         ("- 1", "holds no options"),
         ("a: [", "is not YAML"),
         ("steps: 0", "--steps is 0"),
