@@ -186,8 +186,8 @@ def load_correction(
     if correction.is_floating_point():
         raise ValueError(
             f"{ERROR_BITS!r} of parameter {record.name!r} was saved as {correction.dtype}: a torch optimizer carried "
-            "it along unread and may have moved the weight since, or flashoptim saved it. Delete it from the state to go "
-            "on with the weights as they are; flashoptim-dist convert reads flashoptim's"
+            "it along unread and may have moved the weight since, or flashoptim saved it. Delete it from the state to "
+            "go on with the weights as they are; flashoptim-dist convert reads flashoptim's"
         )
     _check_dtype(correction, tuple(CORRECTION_DTYPES.values()), ERROR_BITS, record)
     dtype = record.entries[ERROR_BITS].dtype
