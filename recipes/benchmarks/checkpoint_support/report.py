@@ -37,7 +37,8 @@ def as_document(result: Result) -> dict[str, Any]:
 
 
 def show(document: dict[str, Any], results: Sequence[Result]) -> None:
-    """Print the table."""
+    """Print the table of what was measured; why something was not has been said in its place."""
+    results = [result for result in results if not result.error]
     table = Table(title=_title(document))
     table.add_column("")
     head, rows = _head(results), _rows(results)
