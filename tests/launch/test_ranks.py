@@ -15,7 +15,11 @@ RANKS = Path(__file__).resolve().parents[2] / "launch" / "ranks.py"
 
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PATH": ""}
-_FAILS_FIRST = "rank == 1 or time.sleep(600)\n"  # rank 1
+# Rank 1, once both have begun: the other is ended at once then, also before it has left its line.
+_FAILS_FIRST = (
+    "rank == 1 or time.sleep(600)\n"
+    "while open(os.path.join(os.path.dirname(sys.argv[0]), 'starts')).read().count('\\n') % 2: time.sleep(0.02)\n"
+)
 
 
 def _command(tmp_path: Path, body: str, *options: str) -> list[str]:
