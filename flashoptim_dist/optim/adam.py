@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from flashoptim_dist.formats import Rounding
 from flashoptim_dist.optim.base import FlashOptimizer, ParamsT
-from flashoptim_dist.optim.checks import check_betas, with_positional
+from flashoptim_dist.optim.checks import check_betas, check_number, check_switch, with_positional
 from flashoptim_dist.optim.rules import AdamHyperparameters
 from flashoptim_dist.optim.state import MomentSpec
 
@@ -20,11 +21,8 @@ class _AdamFamily(FlashOptimizer):
 
     def _check_group(self, group: dict[str, Any], where: str) -> None:
         check_betas(group, where)
-        if not float(group["eps"]) >= 0.0:
-            raise ValueError(f"{where}eps must be >= 0, got {group['eps']}")
-
-    def _decay_is_decoupled(self, group: dict[str, Any]) -> bool:
-        return True
+        check_number(group, "eps", where)
+        check_switch(group, "decoupled_weight_decay", where)
 
     def _hyperparameters(self, index: int) -> AdamHyperparameters:
         group = self.param_groups[index]
@@ -127,7 +125,7 @@ class FlashAdamW(_AdamFamily):
             rounding=rounding,
             seed=seed,
             offload_states=offload_states,
-            torch_options={**switches, "differentiable": differentiable},
+            torch_options={**switches, "capturable": capturable, "differentiable": differentiable},
             **options,
         )
 
@@ -194,9 +192,9 @@ class FlashAdam(_AdamFamily):
             rounding=rounding,
             seed=seed,
             offload_states=offload_states,
-            torch_options={**switches, "differentiable": differentiable},
+            torch_options={**switches, "capturable": capturable, "differentiable": differentiable},
             **options,
         )
 
-    def _decay_is_decoupled(self, group: dict[str, Any]) -> bool:
+    def _decay_is_decoupled(self, group: Mapping[str, Any]) -> bool:
         return bool(group.get("decoupled_weight_decay", False))

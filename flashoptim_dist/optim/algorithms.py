@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flashoptim_dist.optim.base import FlashOptimizer
 
 _OF_SOME_ALGORITHM = {
-    *("betas", "eps", "amsgrad", "decoupled_weight_decay", "momentum_decay"),  # Adam, Lion, RAdam, NAdam, Adamax
+    *("betas", "eps", "amsgrad", "momentum_decay"),  # Adam, Lion, RAdam, NAdam, Adamax
     *("momentum", "dampening", "nesterov", "ns_steps", "ns_coefficients", "adjust_lr_fn"),  # SGD, Muon
     *("alpha", "centered", "rho", "lr_decay", "initial_accumulator_value"),  # RMSprop, Adadelta, Adagrad
     *("lambd", "t0", "etas", "step_sizes", "beta2_decay", "history_size"),  # ASGD, Rprop, Adafactor, LBFGS
@@ -31,9 +31,9 @@ def check_algorithm(optimizer: FlashOptimizer, index: int, saved: Mapping[str, A
         ValueError: what it holds that this algorithm does not know, or lacks.
     """
     own = optimizer.defaults.keys() & (_OF_SOME_ALGORITHM | {"lr", "weight_decay"})
-    known = own | ({"amsgrad", "decoupled_weight_decay"} if {"betas", "eps"} <= own else set())
+    known = own | ({"amsgrad"} if {"betas", "eps"} <= own else set())
     foreign = (_OF_SOME_ALGORITHM & saved.keys()) - known - optimizer.param_groups[index].keys()
-    missing = own - {"decoupled_weight_decay"} - saved.keys() if "lr" in saved else set()  # which is new in torch
+    missing = own - saved.keys() if "lr" in saved else set()
     if "amsgrad" in known and saved.keys() >= _SWITCHES:
         missing |= {"amsgrad"} - saved.keys()  # torch's RAdam and Adamax have all of Adam's but this
     if foreign or missing:

@@ -18,6 +18,7 @@ from flashoptim_dist.optim.checks import (
     check_common,
     check_decoupling,
     check_gradient,
+    check_group_alone,
     check_options,
     check_parameter,
     check_torch_options,
@@ -114,12 +115,13 @@ class FlashOptimizer(MasterWeights, GradientScaling):
         super().add_param_group(param_group)
         group, where = self.param_groups[-1], f"parameter group {len(self.param_groups) - 1}: "
         try:
+            check_group_alone(group, where)
             check_options(group, where)
             check_torch_options(group, where)
             check_common(group, where)
             self._check_group(group, where)
             lr = float(group.get("initial_lr", group["lr"]))
-            check_decoupling(self._option(group, "decouple_lr"), lr, where)
+            check_decoupling(self._option(group, "decouple_lr"), self._decay_is_decoupled(group), lr, where)
             if self._option(group, "decouple_lr"):
                 group.setdefault("initial_lr", lr)  # where schedulers keep it; saved with the group
             names = group.get("param_names", [None] * len(group["params"]))
@@ -133,6 +135,10 @@ class FlashOptimizer(MasterWeights, GradientScaling):
 
     def _check_group(self, group: dict[str, Any], where: str) -> None:
         """Check the hyperparameters of a group beside lr and weight_decay."""
+
+    def _decay_is_decoupled(self, group: Mapping[str, Any]) -> bool:
+        """Return whether the decay multiplies the weight, rather than being added to the gradient (L2)."""
+        return True
 
     def _option(self, group: Mapping[str, Any], name: str) -> Any:
         return group.get(name, self._options[name])

@@ -21,17 +21,59 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
         ValueError: one is out of range.
     """
     bits = options.get("master_weight_bits", 24)
-    if bits not in MASTER_WEIGHT_BITS:
+    if isinstance(bits, float) or bits not in MASTER_WEIGHT_BITS:
         raise ValueError(f"{where}master_weight_bits must be 24, 32 or None, got {bits!r}")
     rounding = options.get("rounding", "nearest")
     if rounding not in ROUNDINGS:
         raise ValueError(f"{where}rounding must be one of {ROUNDINGS}, got {rounding!r}")
-    for name in ("quantize", "decouple_lr", "compress_state_dict", "check_numerics"):
-        if not isinstance(options.get(name, True), bool):
-            raise ValueError(f"{where}{name} must be True or False, got {options[name]!r}")
+    for name in ("quantize", "decouple_lr", "compress_state_dict", "check_numerics", "offload_states"):
+        check_switch(options, name, where)
     seed = options.get("seed", 0)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ValueError(f"{where}seed must be an integer >= 0, got {seed!r}")
+
+
+def check_switch(options: Mapping[str, Any], name: str, where: str) -> None:
+    """Check an option that is on or off, where it is there.
+
+    Raises:
+        ValueError: it is something else; a word for no would count as yes.
+    """
+    if not isinstance(options.get(name, True), bool):
+        raise ValueError(f"{where}{name} must be True or False, got {options[name]!r}")
+
+
+def check_number(group: Mapping[str, Any], name: str, where: str) -> None:
+    """Check a hyperparameter that is a finite number >= 0.
+
+    Raises:
+        TypeError: no number. ValueError: one out of range, or several.
+    """
+    value = group[name]
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"{where}{name} must be one number, got a tensor of shape {tuple(value.shape)}")
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise TypeError(f"{where}{name} must be a number or a tensor, got {value!r}")
+    if not 0.0 <= float(value) < math.inf:
+        raise ValueError(f"{where}{name} must be a finite number >= 0, got {float(value)}")
+
+
+def check_group_alone(group: Mapping[str, Any], where: str) -> None:
+    """Check that a new group holds nothing that only the whole optimizer can have, and no parameter twice.
+
+    Raises:
+        ValueError: it does.
+    """
+    for name in ("check_numerics", "compress_state_dict", "offload_states"):
+        if name in group:
+            raise ValueError(f"{where}{name} holds for the whole optimizer: give it to the constructor")
+    seen: dict[Tensor, int] = {}
+    names = group.get("param_names")
+    for index, parameter in enumerate(group["params"]):
+        if parameter in seen:
+            label = f"of shape {tuple(parameter.shape)}" if names is None else repr(names[seen[parameter]])
+            raise ValueError(f"{where.removesuffix(': ')} holds parameter {label} twice")
+        seen[parameter] = index
 
 
 def check_torch_options(options: Mapping[str, Any], where: str) -> None:
@@ -45,7 +87,7 @@ def check_torch_options(options: Mapping[str, Any], where: str) -> None:
         ValueError: amsgrad or differentiable, which compressed state cannot serve. RuntimeError: fused and foreach
             both True, as in torch.
     """
-    for name in ("fused", "foreach"):
+    for name in ("fused", "foreach", "capturable", "differentiable"):
         if options.get(name) not in (None, True, False):
             raise ValueError(f"{where}{name} must be True, False or None, got {options[name]!r}")
     if options.get("fused") and options.get("foreach"):
@@ -92,24 +134,24 @@ def with_positional(optimizer: type, given: tuple[Any, ...], keywords: Mapping[s
 
 
 def check_common(group: Mapping[str, Any], where: str) -> None:
-    """Check the learning rate and the weight decay of a group.
+    """Check the learning rate, the weight decay and the sign of a group.
 
     Raises:
-        ValueError: one is out of range.
+        TypeError: no number. ValueError: one is out of range.
     """
-    lr = float(group["lr"])
-    if not lr >= 0.0 or math.isinf(lr):
-        raise ValueError(f"{where}lr must be a finite number >= 0, got {lr}")
-    if not float(group["weight_decay"]) >= 0.0:
-        raise ValueError(f"{where}weight_decay must be >= 0, got {group['weight_decay']}")
+    check_number(group, "lr", where)
+    check_number(group, "weight_decay", where)
+    check_switch(group, "maximize", where)
 
 
-def check_decoupling(decouples: bool, initial_lr: float, where: str) -> None:
+def check_decoupling(decouples: bool, decay_is_decoupled: bool, initial_lr: float, where: str) -> None:
     """Check that decay can be scaled by lr / initial lr, if it is to be.
 
     Raises:
-        ValueError: the initial learning rate is 0.
+        ValueError: it is L2 decay, or the initial learning rate is 0.
     """
+    if decouples and not decay_is_decoupled:
+        raise ValueError(f"{where}decouple_lr=True is for decoupled weight decay, and this one's is added to gradients")
     if decouples and initial_lr == 0.0:
         raise ValueError(f"{where}decouple_lr=True scales the decay by lr / initial lr, which must not be 0")
 
@@ -121,7 +163,8 @@ def check_betas(group: Mapping[str, Any], where: str) -> None:
         ValueError: they are not two numbers in [0, 1).
     """
     betas = group["betas"]
-    if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
+    pair = hasattr(betas, "__len__") and len(betas) == 2 and not any(isinstance(beta, str) for beta in betas)
+    if not pair or not all(0.0 <= float(beta) < 1.0 for beta in betas):
         raise ValueError(f"{where}betas must be two numbers in [0, 1), got {betas}")
 
 

@@ -59,7 +59,12 @@ class FlashLion(FlashOptimizer):
             compress_state_dict=compress_state_dict,
             check_numerics=check_numerics,
             offload_states=offload_states,
-            torch_options={"fused": fused, "foreach": foreach, "differentiable": differentiable},
+            torch_options={
+                "fused": fused,
+                "foreach": foreach,
+                "capturable": capturable,
+                "differentiable": differentiable,
+            },
         )
 
     def _check_group(self, group: dict[str, Any], where: str) -> None:

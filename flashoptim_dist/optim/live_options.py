@@ -39,7 +39,8 @@ def follow_options(optimizer: FlashOptimizer) -> None:
         where = f"parameter group {index}: "
         check_options(group, where)
         initial_lr = float(group.get("initial_lr", optimizer._first_lr[index]))
-        check_decoupling(optimizer._option(group, "decouple_lr"), initial_lr, where)
+        decouples, decoupled = optimizer._option(group, "decouple_lr"), optimizer._decay_is_decoupled(group)
+        check_decoupling(decouples, decoupled, initial_lr, where)
     optimizer._renew_records()
     convert_states(optimizer)
     optimizer._followed = options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from flashoptim_dist.formats import Rounding
 from flashoptim_dist.optim.base import FlashOptimizer, ParamsT
+from flashoptim_dist.optim.checks import check_number, check_switch
 from flashoptim_dist.optim.rules import SgdHyperparameters
 from flashoptim_dist.optim.state import MomentSpec
 
@@ -18,12 +20,13 @@ class _SgdFamily(FlashOptimizer):
 
     moment_specs: ClassVar[tuple[MomentSpec, ...]] = (MomentSpec("momentum_buffer", True),)
     moments_are_optional: ClassVar[bool] = True
-    decay_is_decoupled: ClassVar[bool] = False
 
     def _check_group(self, group: dict[str, Any], where: str) -> None:
         momentum, dampening = float(group["momentum"]), float(group["dampening"])
-        if not momentum >= 0.0:
-            raise ValueError(f"{where}momentum must be >= 0, got {momentum}")
+        check_number(group, "momentum", where)
+        check_switch(group, "nesterov", where)
+        if not math.isfinite(dampening):
+            raise ValueError(f"{where}dampening must be a finite number, got {dampening}")
         if group["nesterov"] and (momentum <= 0.0 or dampening != 0.0):
             raise ValueError(
                 f"{where}nesterov=True needs a momentum above 0 and no dampening, got momentum {momentum} and "
@@ -35,10 +38,11 @@ class _SgdFamily(FlashOptimizer):
 
     def _hyperparameters(self, index: int) -> SgdHyperparameters:
         group = self.param_groups[index]
+        decoupled = self._decay_is_decoupled(group)
         return SgdHyperparameters(
             lr=group["lr"],
-            decay_rate=self._decay_rate(index) if self.decay_is_decoupled else 0.0,
-            l2=0.0 if self.decay_is_decoupled else float(group["weight_decay"]),
+            decay_rate=self._decay_rate(index) if decoupled else 0.0,
+            l2=0.0 if decoupled else float(group["weight_decay"]),
             maximize=bool(group.get("maximize", False)),
             momentum=float(group["momentum"]),
             dampening=float(group["dampening"]),
@@ -101,8 +105,16 @@ class FlashSGD(_SgdFamily):
             compress_state_dict=compress_state_dict,
             check_numerics=check_numerics,
             offload_states=offload_states,
-            torch_options={"fused": fused, "foreach": foreach, "differentiable": differentiable},
+            torch_options={
+                "fused": fused,
+                "foreach": foreach,
+                "capturable": capturable,
+                "differentiable": differentiable,
+            },
         )
+
+    def _decay_is_decoupled(self, group: Mapping[str, Any]) -> bool:
+        return False
 
 
 class FlashSGDW(_SgdFamily):
@@ -115,8 +127,6 @@ class FlashSGDW(_SgdFamily):
         weight_decay: decoupled (the weight is multiplied by 1 - lr * weight_decay).
         decouple_lr: decay by 1 - weight_decay * lr / initial lr instead.
     """
-
-    decay_is_decoupled: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -160,5 +170,10 @@ class FlashSGDW(_SgdFamily):
             compress_state_dict=compress_state_dict,
             check_numerics=check_numerics,
             offload_states=offload_states,
-            torch_options={"fused": fused, "foreach": foreach, "differentiable": differentiable},
+            torch_options={
+                "fused": fused,
+                "foreach": foreach,
+                "capturable": capturable,
+                "differentiable": differentiable,
+            },
         )

@@ -221,7 +221,15 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"seed": -1}, ValueError, "seed must be an integer >= 0"),
     ({"lr": -1.0}, ValueError, "lr must be a finite number >= 0"),
     ({"lr": float("nan")}, ValueError, "lr must be a finite number >= 0"),
-    ({"weight_decay": -0.1}, ValueError, "weight_decay must be >= 0"),
+    ({"lr": "0.1"}, TypeError, "lr must be a number or a tensor, got '0.1'"),
+    ({"lr": torch.tensor([1e-2, 1e-3])}, ValueError, "lr must be one number, got a tensor of shape (2,)"),
+    ({"weight_decay": -0.1}, ValueError, "weight_decay must be a finite number >= 0"),
+    ({"weight_decay": float("inf")}, ValueError, "weight_decay must be a finite number >= 0"),
+    ({"master_weight_bits": 24.0}, ValueError, "master_weight_bits must be 24, 32 or None"),
+    ({"maximize": "no"}, ValueError, "maximize must be True or False, got 'no'"),
+    ({"offload_states": "no"}, ValueError, "offload_states must be True or False, got 'no'"),
+    ({"capturable": "no"}, ValueError, "capturable must be True, False or None, got 'no'"),
+    ({"differentiable": "no"}, ValueError, "differentiable must be True, False or None, got 'no'"),
 ]
 
 
@@ -241,9 +249,16 @@ def test_refused_with_a_reason(
         (FlashAdam, {"amsgrad": True}, "amsgrad=True is not supported"),
         (FlashAdamW, {"betas": (0.9, 1.0)}, "betas must be two numbers in [0, 1)"),
         (FlashLion, {"betas": (-0.1, 0.9)}, "betas must be two numbers in [0, 1)"),
-        (FlashAdam, {"eps": -1.0}, "eps must be >= 0"),
+        (FlashAdamW, {"betas": 0.9}, "betas must be two numbers in [0, 1), got 0.9"),
+        (FlashLion, {"betas": ("0.9", "0.99")}, "betas must be two numbers in [0, 1)"),
+        (FlashAdam, {"eps": -1.0}, "eps must be a finite number >= 0"),
+        (FlashAdam, {"eps": float("inf")}, "eps must be a finite number >= 0"),
+        (FlashAdam, {"decoupled_weight_decay": "no"}, "decoupled_weight_decay must be True or False"),
         (FlashAdamW, {"lr": 0.0, "decouple_lr": True}, "must not be 0"),
-        (FlashSGD, {"momentum": -0.5}, "momentum must be >= 0"),
+        (FlashSGD, {"momentum": -0.5}, "momentum must be a finite number >= 0"),
+        (FlashSGD, {"momentum": float("inf")}, "momentum must be a finite number >= 0"),
+        (FlashSGD, {"momentum": 0.9, "dampening": float("nan")}, "dampening must be a finite number"),
+        (FlashSGD, {"momentum": 0.9, "nesterov": "no"}, "nesterov must be True or False"),
         (FlashSGD, {"nesterov": True}, "nesterov=True needs a momentum"),
         (FlashSGDW, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "no dampening"),
     ],
@@ -251,6 +266,31 @@ def test_refused_with_a_reason(
 def test_refused_of_one(optimizer_type: type[FlashOptimizer], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         optimizer_type([CASE.parameter()], **options)
+
+
+@pytest.mark.parametrize("name", ["check_numerics", "compress_state_dict", "offload_states"])
+@pytest.mark.parametrize("optimizer_type", ALL)
+def test_options_of_the_whole_optimizer_are_refused_in_a_group(optimizer_type: type[FlashOptimizer], name: str) -> None:
+    optimizer = optimizer_type([CASE.parameter()])
+    with pytest.raises(ValueError, match=f"parameter group 1: {name} holds for the whole optimizer"):
+        optimizer.add_param_group({"params": [CASE.parameter()], name: True})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("optimizer_type", [FlashAdam, FlashSGD])
+def test_decouple_lr_is_refused_in_a_group_whose_decay_is_not_decoupled(optimizer_type: type[FlashOptimizer]) -> None:
+    with pytest.raises(ValueError, match="parameter group 0: decouple_lr=True is for decoupled weight decay"):
+        optimizer_type([{"params": [CASE.parameter()], "decouple_lr": True}])
+    FlashAdam([{"params": [CASE.parameter()], "decouple_lr": True, "decoupled_weight_decay": True}])
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize("optimizer_type", ALL)
+def test_a_parameter_given_twice_is_refused(optimizer_type: type[FlashOptimizer]) -> None:
+    """torch warns, and steps it twice; in one launch two programs would write the same memory."""
+    parameter = CASE.parameter()
+    with pytest.raises(ValueError, match="parameter group 0 holds parameter 'b' twice"):
+        optimizer_type([("a", CASE.parameter()), ("b", parameter), ("c", parameter)])
 
 
 @pytest.mark.parametrize("options", [{"fused": False}, {"foreach": True}, {"capturable": True}], ids=str)
