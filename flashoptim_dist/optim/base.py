@@ -212,6 +212,9 @@ class FlashOptimizer(MasterWeights, GradientScaling):
         """Go by these records, to which all states fit."""
         self._records, self._followed = records, options_of_groups(self)
 
+    def _follow_options(self) -> None:
+        follow_options(self)
+
     def _renew_records(self) -> None:
         self._stepper.forget()
         old, self._records = self._records, self._new_records(self.param_groups)
@@ -228,7 +231,7 @@ class FlashOptimizer(MasterWeights, GradientScaling):
         State is zero: it decodes to zero moments and to the 16-bit weights as they are, whenever those are set.
         """
         self._stepper.settle()
-        follow_options(self)
+        self._follow_options()
         made = []
         for parameter, _, _, _ in self._named():
             if parameter.requires_grad and not self.state.get(parameter):
@@ -331,7 +334,7 @@ class FlashOptimizer(MasterWeights, GradientScaling):
         A subset's skipped steps are not counted; the caller counts the step that they are part of.
         """
         self._count_changes()
-        follow_options(self)
+        self._follow_options()
         stepped = self._stepper.step_as_before(inputs, subset)
         if stepped is None:
             return

@@ -152,9 +152,10 @@ def _check_entries(optimizer: FlashOptimizer, record: ParameterRecord, saved: Ma
         missing.add(STEP)  # bias correction needs it
     unstepped = _saved_step(optimizer, saved) == 0.0 and STEP in present
     if present - known or (missing and not unstepped and not optimizer.moments_are_optional):
+        hint = " (flashoptim's: flashoptim-dist convert reads it)" if any("::" in name for name in present) else ""
         raise ValueError(
             f"the state of parameter {record.name!r} holds {sorted(present)}, and {type(optimizer).__name__} keeps "
-            f"{sorted(known)}; it was saved by another kind of optimizer"
+            f"{sorted(known)}; it was saved by another kind of optimizer{hint}"
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flashoptim_dist.formats import canonical_name, merge, split
 from flashoptim_dist.optim.conversion import local_part
 from flashoptim_dist.optim.records import ParameterRecord, fingerprint
-from flashoptim_dist.optim.state import ERROR_BITS, new_state
+from flashoptim_dist.optim.state import ERROR_BITS, new_entry, new_state
 from flashoptim_dist.sharding import like_parameter, local_tensor
 
 
@@ -25,6 +25,9 @@ class MasterWeights:
         raise NotImplementedError
 
     def _record(self, parameter: Tensor) -> ParameterRecord:
+        raise NotImplementedError
+
+    def _follow_options(self) -> None:
         raise NotImplementedError
 
     @torch.no_grad()
@@ -65,6 +68,7 @@ class MasterWeights:
             ValueError: an unknown name or another shape, named. Nothing is changed.
         """
         self._stepper.forget()
+        self._follow_options()
         by_name = self._by_name(model)
         if model is not None:  # tied weights go by any of their names
             owned = set(by_name.values())
@@ -79,9 +83,12 @@ class MasterWeights:
             if record.correction_bits:
                 if not self.state.get(parameter):
                     self.state[parameter] = new_state(record.entries, parameter)
+                state = self.state[parameter]
+                if ERROR_BITS not in state:  # the weight was fp32 in the last step
+                    state[ERROR_BITS] = new_entry(record.entries[ERROR_BITS], parameter)
                 new_weight, correction = split(master, weight.dtype, record.correction_bits)
                 weight.copy_(new_weight)
-                local_tensor(self.state[parameter][ERROR_BITS]).copy_(correction)
+                local_tensor(state[ERROR_BITS]).copy_(correction)
             else:
                 weight.copy_(master)
             record.seen = fingerprint(parameter)

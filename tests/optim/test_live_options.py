@@ -178,6 +178,20 @@ def test_a_momentum_that_rested_meanwhile_is_converted_when_it_is_used_again() -
     torch.testing.assert_close(found, 0.9 * expected + case.gradient(4).float(), rtol=1e-6, atol=0.0)
 
 
+@pytest.mark.parametrize("before", [24, None])
+def test_masters_that_are_set_after_the_change_are_as_wide_as_it_says(before: int | None) -> None:
+    case = CASES[0]
+    parameter = case.parameter()
+    optimizer = FlashAdamW([("matrix", parameter)], lr=1e-2, master_weight_bits=before)
+    case.step(optimizer, parameter, 1)
+    optimizer.param_groups[0]["master_weight_bits"] = 32
+    value = torch.randn(case.shape, generator=torch.Generator().manual_seed(1))
+    with pytest.warns(UserWarning, match="options that were changed in its groups"):
+        optimizer.set_master_weights({"matrix": value})
+    assert torch.equal(optimizer.master_weight(parameter), value)
+    assert not torch.equal(parameter.float(), value)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

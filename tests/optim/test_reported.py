@@ -342,6 +342,18 @@ def test_a_weight_cast_to_bf16_later_gets_its_correction(looked_at_by: str) -> N
     assert float(moved) == pytest.approx(200e-6, rel=0.05)
 
 
+def test_masters_are_set_of_a_weight_cast_to_bf16_later() -> None:
+    model = _linear(torch.float32)
+    optimizer = FlashAdamW(model.named_parameters(), lr=1e-3, master_weight_bits=32)
+    _step(model, optimizer)
+    model.to(torch.bfloat16)
+    value = torch.randn(model.weight.shape, generator=torch.Generator().manual_seed(1))
+    optimizer.set_master_weights({"weight": value})
+    assert torch.equal(optimizer.master_weight(model.weight), value)
+    _step(model, optimizer)
+    assert optimizer.state[model.weight]["error_bits"].dtype == torch.int16
+
+
 def test_a_weight_cast_to_fp32_later_goes_on_without_a_correction() -> None:
     model = _linear(torch.bfloat16)
     optimizer = FlashAdamW(model.named_parameters(), lr=1e-3)
