@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
+from flashoptim_dist.sharding.process_groups import can_make_a_group, device_served
+
 Ranks = tuple[int, ...]
 
 
@@ -88,7 +90,7 @@ def reduce_over(value: Tensor, groups: Sequence[dist.ProcessGroup], infinity: bo
     serves; return it on its own. All ranks of the groups must call.
     """
     for group in groups:
-        moved = value.to(_place(group, value.device))
+        moved = value.to(device_served(group, value.device))
         if infinity:
             # NaN is lost in some backends' maximum. As integers, magnitudes are in order and NaN is above Inf.
             packed = moved.abs().view(torch.int64)
@@ -100,14 +102,6 @@ def reduce_over(value: Tensor, groups: Sequence[dist.ProcessGroup], infinity: bo
             dist.all_reduce(packed, op=dist.ReduceOp.SUM, group=group)
             value = packed[0].to(value.device)
     return value
-
-
-def _place(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Return a device if a group serves it, else one that the group serves."""
-    devices = group._device_types
-    if device in devices or device.type in {d.type for d in devices}:
-        return device
-    return torch.device(devices[0].type, torch.accelerator.current_device_index())
 
 
 # ---------------------------------------------------------------------- groups over all ranks of a mesh
@@ -172,9 +166,7 @@ def _make_group(ranks: Ranks, wide: Sequence[dist.ProcessGroup]) -> dist.Process
     """Make a group over a part of all ranks, without those outside; None where torch cannot do that.
 
     It cannot where the default group was given a device (``init_process_group(device_id=)``): NCCL then splits its
-    communicator, in which all of its ranks take part. Nor where these ranks have made different numbers of groups
-    before, as the number is in the new one's name, and they would wait for each other under different names. So the
-    ranks first agree, over the groups that they have.
+    communicator, in which all of its ranks take part.
     """
     default = dist.group.WORLD
     assert default is not None
@@ -183,12 +175,6 @@ def _make_group(ranks: Ranks, wide: Sequence[dist.ProcessGroup]) -> dist.Process
         and dist.get_backend() != dist.Backend.MPI
         and not getattr(getattr(dist, "config", None), "use_torchcomms", False)
     )
-    count = len(dist.distributed_c10d._world.pg_names)
-    agreed = torch.tensor([count, -count, int(not alone)])
-    for group in wide:
-        agreed = agreed.to(_place(group, agreed.device))
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
-    largest, smallest, refused = agreed.tolist()
-    if refused or largest != -smallest:
+    if not can_make_a_group(wide, possible=alone):
         return None
     return dist.new_group(list(ranks), use_local_synchronization=True)

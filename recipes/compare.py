@@ -34,6 +34,10 @@ class Comparison:
     output: Path = Path("runs/compare")
     """Where the runs, a folder per optimizer, and the report go."""
 
+    def __post_init__(self) -> None:
+        if self.processes < 1:
+            raise BadInput(f"--processes {self.processes}: give at least 1")
+
 
 def train(comparison: Comparison, optimizer: str, options: list[str]) -> Run:
     """Run llama_finetune.py to its end and read what it left."""
@@ -56,8 +60,8 @@ def main() -> int:
     """Train, compare, print; the exit code is 0, or 2 where a run failed."""
     arguments = sys.argv[1:]
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    comparison = tyro.cli(Comparison, args=arguments[:split])
     try:
+        comparison = tyro.cli(Comparison, args=arguments[:split])
         runs = [train(comparison, optimizer, arguments[split + 1 :]) for optimizer in comparison.optimizers]
         page = write_report(comparison.output, runs, title=" and ".join(comparison.optimizers))
     except BadInput as error:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from flashoptim_dist.checkpoint import errors
 from flashoptim_dist.checkpoint.errors import CheckpointError
+from flashoptim_dist.sharding.process_groups import can_make_a_group
 
 Result = TypeVar("Result")
 
@@ -144,6 +145,9 @@ def own_ranks(process_group: dist.ProcessGroup | None = None) -> Ranks:
 
     A group of its own, because a background save communicates while the training loop does. All ranks of
     ``process_group`` must call at the first use.
+
+    Raises:
+        CheckpointError: on all ranks of ``process_group``, which have made different numbers of groups before.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks(None, 0, 1)
@@ -152,6 +156,11 @@ def own_ranks(process_group: dist.ProcessGroup | None = None) -> Ranks:
         return Ranks(None, 0, 1)
     made = _own_groups.get(id(parent))
     if made is None or made[0] is not parent:
+        if process_group is not None and not can_make_a_group([process_group]):
+            raise CheckpointError(
+                "the ranks of process_group can't make a group of their own: they have made different numbers of "
+                "groups before. Let all ranks call every dist.new_group and init_device_mesh alike, or all take part"
+            )
         group = dist.new_group(
             dist.get_process_group_ranks(parent),
             backend="gloo",

@@ -96,3 +96,26 @@ def test_a_rank_that_gave_up_keeps_nobody_waiting() -> None:
 
 def _fail_loudly() -> None:
     own_ranks().run("saving x", lambda: None)
+
+
+def _a_part(alike: bool) -> str:
+    pair = dist.new_group([0, 1])
+    # Its number is in the name of the next group, under which its ranks look for each other.
+    extra = None if alike or dist.get_rank() else dist.new_group([0], use_local_synchronization=True)
+    try:
+        if dist.get_rank() > 1:
+            return ""
+        ranks = own_ranks(pair)
+        return str(ranks.all_gather("testing", lambda: ranks.rank))
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        if extra is not None:
+            dist.destroy_process_group(extra)
+
+
+def test_ranks_that_have_made_other_groups_are_told_so_instead_of_waiting() -> None:
+    assert run_ranks(3, _a_part, True, timeout_s=60.0) == ["[0, 1]", "[0, 1]", ""]
+    refused = run_ranks(3, _a_part, False, timeout_s=60.0)
+    assert refused[0] == refused[1]
+    assert "different numbers of groups" in refused[0]

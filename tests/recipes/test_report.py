@@ -11,6 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
+import compare
 import numpy as np
 import pytest
 import torch
@@ -149,3 +150,11 @@ def test_compare_lays_two_runs_over_each_other(tmp_path: Path) -> None:
     refused = subprocess.run([*command, "--model", str(tmp_path / "none")], capture_output=True, text=True)
     assert refused.returncode == 2
     assert "the run with flash_adamw ended with exit code 2" in refused.stderr
+
+
+def test_compare_refuses_a_number_of_processes_that_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare.sys, "argv", ["compare.py", "--processes", "0"])
+    assert compare.main() == 2
+    assert "--processes 0" in capsys.readouterr().err
