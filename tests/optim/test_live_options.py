@@ -118,7 +118,13 @@ def test_the_next_step_goes_by_an_option_changed_in_a_live_group(kind: str, what
     change(kind, what, sharded=False, fused=None)
 
 
-@pytest.mark.parametrize("what", ["24 to 32 bits", "8-bit to fp32 moments", "both", "rounding"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "both",
+        *(pytest.param(w, marks=pytest.mark.full) for w in ("24 to 32 bits", "8-bit to fp32 moments", "rounding")),
+    ],
+)
 def test_the_kernels_go_by_it_too(what: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     change("AdamW", what, sharded=False, fused=True)

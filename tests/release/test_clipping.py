@@ -324,7 +324,14 @@ def _accumulated(release: bool, scaled: bool, unscale: bool, clip: bool, spoil: 
 
 @pytest.mark.parametrize("spoil", [False, True])
 @pytest.mark.parametrize(
-    "scaled, unscale, clip", [(False, False, True), (True, False, False), (True, True, False), (True, True, True)]
+    "scaled, unscale, clip",
+    [
+        (True, True, True),
+        *(
+            pytest.param(*c, marks=pytest.mark.full)
+            for c in [(False, False, True), (True, False, False), (True, True, False)]
+        ),
+    ],
 )
 def test_an_update_that_is_all_accumulated_is_that_without_release(
     scaled: bool, unscale: bool, clip: bool, spoil: bool

@@ -74,7 +74,11 @@ def _run(sharded: bool, release: bool, options: dict[str, Any]) -> tuple[State, 
 
 
 @pytest.mark.parametrize("world_size, sharded", [(2, False), (4, True), pytest.param(2, True, marks=pytest.mark.full)])
-@pytest.mark.parametrize("options", [{}, {"skip_nonfinite": True}, {"clip_global_norm": 1e9}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"clip_global_norm": 1e9}, *(pytest.param(o, marks=pytest.mark.full) for o in ({}, {"skip_nonfinite": True}))],
+    ids=str,
+)
 def test_on_is_off(world_size: int, sharded: bool, options: dict[str, Any]) -> None:
     """Also with norms that are taken and clip nothing: each parameter counts once, wherever its shards lie."""
     on = run_ranks(world_size, _run, sharded, True, options)
