@@ -46,11 +46,13 @@ def load_state(optimizer: FlashOptimizer, state_dict: Mapping[str, Any]) -> None
     state: dict[Any, Any] = {}
     spec = loaded.get("format") or {}
     conversions = _option_changes(optimizer, spec)
+    says_quantized = optimizer.compress_state_dict or spec.get("quantize") is False
     for parameter, saved_id in saved_of.items():
         entries = _present(loaded["state"].get(saved_id))
         if entries:
+            record = records[parameter]
             state[parameter] = _load_parameter(
-                optimizer, parameter, records[parameter], entries, version, spec, conversions
+                optimizer, parameter, record, entries, version, conversions, says_quantized=says_quantized
             )
     matched = set(saved_of.values())
     state.update({key: deepcopy(value) for key, value in loaded["state"].items() if key not in matched})
@@ -113,8 +115,9 @@ def _load_parameter(
     record: ParameterRecord,
     saved: Mapping[str, Any],
     version: int,
-    spec: Mapping[str, Any],
     conversions: Counter[str],
+    *,
+    says_quantized: bool,
 ) -> dict[str, Any]:
     """Return the state of one parameter from saved entries, each in the dtype and layout this parameter needs."""
     _check_entries(optimizer, record, saved)
@@ -122,7 +125,6 @@ def _load_parameter(
     new.fill_(_saved_step(optimizer, saved))
     state: dict[str, Any] = {STEP: new}
     present = [moment for moment in record.moments if saved.get(moment.name) is not None]
-    says_quantized = optimizer.compress_state_dict or spec.get("quantize") is False
     load_moments(state, present, parameter, record, saved, version, conversions, says_quantized=says_quantized)
     for moment in record.moments:
         if moment not in present and not bool(new):

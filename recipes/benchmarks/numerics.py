@@ -1,6 +1,6 @@
 """How exact the compressed moments and master weights are: our optimizers against fp64 on synthetic gradients.
 
-    python recipes/benchmarks/numerics.py              # 2,000 steps: ten minutes on two cores
+    python recipes/benchmarks/numerics.py              # 2,000 steps: three minutes on two cores
     python recipes/benchmarks/numerics.py --smoke      # seconds; figures of so few steps prove nothing
 
 Writes numerics.json, numerics.md and numerics.png into the output folder and prints the tables. The official

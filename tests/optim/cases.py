@@ -90,6 +90,16 @@ class Case:
         optimizer.step()
 
 
+KINDS_OF_PARAMETERS = (
+    Case("matrix", (6, 40)),
+    Case("vector", (40,)),
+    Case("convolution", (5, 6, 3, 3)),
+    Case("fp16", (5, 64), dtype=torch.float16),
+    Case("fp32", (5, 64), dtype=torch.float32),
+)
+"""One of each kind, small."""
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The whole of a tensor, bit for bit; all ranks must call. (gloo gathers neither int16 nor, everywhere, bf16.)"""
     if not isinstance(tensor, DTensor):

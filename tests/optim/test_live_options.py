@@ -19,16 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
 from flashoptim_dist import FlashAdamW, FlashLion, FlashSGD
 from flashoptim_dist.optim import FlashOptimizer
 from tests.numbers import assert_same_bits
-from tests.optim.cases import Case, whole_state
+from tests.optim.cases import KINDS_OF_PARAMETERS, whole_state
 from tests.pool import mesh, run_ranks
-
-CASES = (
-    Case("matrix", (6, 40)),
-    Case("vector", (40,)),
-    Case("convolution", (5, 6, 3, 3)),
-    Case("fp16", (5, 64), dtype=torch.float16),
-    Case("fp32", (5, 64), dtype=torch.float32),
-)
 
 KINDS: dict[str, tuple[type[FlashOptimizer], dict[str, Any]]] = {
     "AdamW": (FlashAdamW, {}),
@@ -69,12 +61,12 @@ class Model(nn.Module):
     def __init__(self, sharded: bool = False) -> None:
         super().__init__()
         self.cut = mesh(2) if sharded else None
-        for case in CASES:
+        for case in KINDS_OF_PARAMETERS:
             self.register_parameter(case.name, case.parameter(self.cut))
 
     def step(self, optimizer: FlashOptimizer, step: int) -> list[str]:
         """Take a step; return what was warned of."""
-        for case in CASES:
+        for case in KINDS_OF_PARAMETERS:
             self.get_parameter(case.name).grad = case.place(case.gradient(step), self.cut)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -136,9 +128,9 @@ def test_shards_go_by_it_too(what: str) -> None:
 
 
 def test_one_group_changes_and_the_other_stays() -> None:
-    first, second = CASES[0].parameter(), CASES[3].parameter()
+    first, second = KINDS_OF_PARAMETERS[0].parameter(), KINDS_OF_PARAMETERS[3].parameter()
     optimizer = FlashAdamW([{"params": [first]}, {"params": [second]}], lr=1e-2)
-    for parameter, case in ((first, CASES[0]), (second, CASES[3])):
+    for parameter, case in ((first, KINDS_OF_PARAMETERS[0]), (second, KINDS_OF_PARAMETERS[3])):
         parameter.grad = case.gradient(1)
     optimizer.step()
     kept = dict(optimizer.state[second])
@@ -150,9 +142,9 @@ def test_one_group_changes_and_the_other_stays() -> None:
 
 
 def test_a_state_dict_after_the_change_is_in_the_new_form() -> None:
-    parameter = CASES[0].parameter()
+    parameter = KINDS_OF_PARAMETERS[0].parameter()
     optimizer = FlashAdamW([("matrix", parameter)], lr=1e-2, compress_state_dict=False)
-    CASES[0].step(optimizer, parameter, 1)
+    KINDS_OF_PARAMETERS[0].step(optimizer, parameter, 1)
     moments = {name: v.clone() for name, v in optimizer.state_dict()["state"][0].items() if name.startswith("exp")}
     optimizer.param_groups[0].update(quantize=False)
     with pytest.warns(UserWarning, match="8-bit moments to fp32"):
@@ -162,7 +154,7 @@ def test_a_state_dict_after_the_change_is_in_the_new_form() -> None:
 
 
 def test_a_momentum_that_rested_meanwhile_is_converted_when_it_is_used_again() -> None:
-    case = CASES[0]
+    case = KINDS_OF_PARAMETERS[0]
     parameter = case.parameter()
     optimizer = FlashSGD([("matrix", parameter)], lr=1e-2, momentum=0.9)
     case.step(optimizer, parameter, 1)
@@ -186,7 +178,7 @@ def test_a_momentum_that_rested_meanwhile_is_converted_when_it_is_used_again() -
 
 @pytest.mark.parametrize("before", [24, None])
 def test_masters_that_are_set_after_the_change_are_as_wide_as_it_says(before: int | None) -> None:
-    case = CASES[0]
+    case = KINDS_OF_PARAMETERS[0]
     parameter = case.parameter()
     optimizer = FlashAdamW([("matrix", parameter)], lr=1e-2, master_weight_bits=before)
     case.step(optimizer, parameter, 1)
@@ -208,10 +200,10 @@ def test_masters_that_are_set_after_the_change_are_as_wide_as_it_says(before: in
     ],
 )
 def test_an_option_out_of_range_is_refused_with_its_group(options: dict[str, Any], message: str) -> None:
-    parameters = [CASES[0].parameter(), CASES[0].parameter()]
+    parameters = [KINDS_OF_PARAMETERS[0].parameter(), KINDS_OF_PARAMETERS[0].parameter()]
     optimizer = FlashAdamW([{"params": [parameter]} for parameter in parameters], lr=1e-2)
     for parameter in parameters:
-        parameter.grad = CASES[0].gradient(1)
+        parameter.grad = KINDS_OF_PARAMETERS[0].gradient(1)
     optimizer.step()
     before = [whole_state(optimizer, parameter) for parameter in parameters]
     optimizer.param_groups[1].update(options)

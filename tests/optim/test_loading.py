@@ -22,29 +22,21 @@ from flashoptim_dist import FlashAdamW
 from flashoptim_dist.formats import encode_moments, from_groups, merge, to_groups
 from tests import pool
 from tests.numbers import assert_same_bits
-from tests.optim.cases import Case, whole, whole_state
+from tests.optim.cases import KINDS_OF_PARAMETERS, Case, whole, whole_state
 from tests.pool import run_ranks
-
-CASES = (
-    Case("matrix", (6, 40)),
-    Case("vector", (40,)),
-    Case("convolution", (5, 6, 3, 3)),
-    Case("fp16", (5, 64), dtype=torch.float16),
-    Case("fp32", (5, 64), dtype=torch.float32),
-)
 
 
 class Model(nn.Module):
     """One parameter per case, by the case's name."""
 
-    def __init__(self, cases: tuple[Case, ...] = CASES) -> None:
+    def __init__(self, cases: tuple[Case, ...] = KINDS_OF_PARAMETERS) -> None:
         super().__init__()
         for case in cases:
             self.register_parameter(case.name, nn.Parameter(case.weight()))
 
 
 def set_gradients(model: nn.Module, step: int) -> None:
-    for case in CASES:
+    for case in KINDS_OF_PARAMETERS:
         model.get_parameter(case.name).grad = case.gradient(step)
 
 
@@ -95,7 +87,7 @@ def test_parameters_are_matched_by_name(wrapper: str) -> None:
     other_model, _ = fresh_copy(model)
     other = FlashAdamW([(wrapper + n, p) for n, p in reversed(list(other_model.named_parameters()))], lr=1e-2)
     other.load_state_dict(optimizer.state_dict())
-    assert other.param_groups[0]["param_names"] == [wrapper + case.name for case in reversed(CASES)]
+    assert other.param_groups[0]["param_names"] == [wrapper + case.name for case in reversed(KINDS_OF_PARAMETERS)]
     assert_same_training(model, optimizer, other_model, other)
     for each in ((model, optimizer), (other_model, other)):
         continue_training(*each, range(4, 6))
@@ -167,7 +159,7 @@ def test_a_state_of_torchs_adamw_is_quantized_on_the_way_in(way: str) -> None:
             state = get_optimizer_state_dict(model, optimizer, options=options)
             set_optimizer_state_dict(other_model, other, state, options=options)
     assert other.param_groups[0]["lr"] == 1e-2
-    for case in CASES:
+    for case in KINDS_OF_PARAMETERS:
         saved = optimizer.state[model.get_parameter(case.name)]
         loaded = other.state[other_model.get_parameter(case.name)]
         assert loaded["step"].item() == 3.0

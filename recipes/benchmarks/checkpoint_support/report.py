@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from flashoptim_dist.checkpoint.files import write_durably
 
 from .measure import Result
 
@@ -53,20 +54,12 @@ def show(document: dict[str, Any], results: Sequence[Result]) -> None:
 def write(document: dict[str, Any], results: Sequence[Result], output: Path) -> None:
     """Write checkpoint.json and checkpoint.md, each at once."""
     output.mkdir(parents=True, exist_ok=True)
-    _replace(output / "checkpoint.json", json.dumps(document, indent=1))
+    write_durably(output / "checkpoint.json", json.dumps(document, indent=1).encode())
     head = _head(results)
     lines = [["", *head], ["---"] * (len(head) + 1), *_rows(results)]
     body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    _replace(
-        output / "checkpoint.md",
-        f"{_title(document)}. {_speeds(document)}:\n\n    {document['command']}\n\n{body}\n",
-    )
-
-
-def _replace(file: Path, text: str) -> None:
-    temporary = file.with_name(f".{file.name}.new")
-    temporary.write_text(text)
-    os.replace(temporary, file)
+    text = f"{_title(document)}. {_speeds(document)}:\n\n    {document['command']}\n\n{body}\n"
+    write_durably(output / "checkpoint.md", text.encode())
 
 
 def _title(document: dict[str, Any]) -> str:
