@@ -68,6 +68,7 @@ def measure(subject: Subject, folder: Path, repetitions: int, device: torch.devi
     path = folder / "checkpoint"
 
     def fresh() -> None:
+        _synchronize(device)  # another rank may still look at what is removed
         _on_first(lambda: shutil.rmtree(path, ignore_errors=True))
 
     fresh()
