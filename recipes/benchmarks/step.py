@@ -279,23 +279,23 @@ def check_correct(device: torch.device) -> None:
             assert (ours - definition).abs().max() < 0.1 * HYPERPARAMETERS["lr"], "the step differs from its definition"
 
 
-def clocks() -> str:
-    """Return the clocks and power of the GPU as it is now."""
-    query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return "unknown"
-
-
 def clocks_under_load(device: torch.device, shapes: list[Shape]) -> str:
-    """Return the clocks while steps of ours keep the GPU busy."""
+    """Return this GPU's clocks and power, asked for while steps of ours keep it busy until the answer is there."""
     optimizer = fod.FlashAdamW(make_parameters(shapes, torch.bfloat16, device), **HYPERPARAMETERS)
     for _ in range(300):
         optimizer.step()
-    answer = clocks()
-    synchronize(device)
-    return answer
+    identity = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"  # nvidia-smi's numbers can be others
+    query = ["nvidia-smi", identity, "--query-gpu=clocks.sm,clocks.mem,power.draw", "--format=csv,noheader"]
+    try:
+        with subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as asked:
+            while asked.poll() is None:
+                for _ in range(20):
+                    optimizer.step()
+                synchronize(device)
+            answer, _ = asked.communicate()
+    except OSError:
+        return "unknown"
+    return answer.strip() if asked.returncode == 0 else "unknown"
 
 
 def pick_device(config: Config) -> torch.device:
