@@ -20,6 +20,7 @@ def _run(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_a_case_is_measured(tmp_path: Path) -> None:
     result = _run(tmp_path, "--processes", "2", "--cases", "release", "--", "--device", "cpu")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -33,6 +34,7 @@ def test_a_case_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_a_case_that_fails_is_told_and_counts(tmp_path: Path) -> None:
     result = _run(tmp_path, "--cases", "flash_adamw", "--", "--device", "cpu", "--model", str(tmp_path / "nothing"))
     assert result.returncode == 1

@@ -22,6 +22,7 @@ def _run(*command: str | Path) -> tuple[int, str]:
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_two_loads_and_an_export_agree_and_another_model_does_not(tmp_path: Path) -> None:
     run, config, logits = tmp_path / "run", tmp_path / "config.yaml", tmp_path / "logits.pt"
     config.write_text("model: debug\ndevice: cpu\n")

@@ -13,6 +13,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks" / "train
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_a_smoke_run_writes_losses_a_table_and_a_plot(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, str(SCRIPT), "--smoke", "--output", str(tmp_path)],
