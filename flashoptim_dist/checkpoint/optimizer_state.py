@@ -15,8 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from flashoptim_dist.checkpoint.errors import CheckpointFormatError, DamagedCheckpointError
 from flashoptim_dist.checkpoint.layout import OPTIMIZER, PARAM_GROUPS, STATE, Path_
 from flashoptim_dist.checkpoint.reader import SafeReader
-from flashoptim_dist.checkpoint.scales import fault_of_scales
-from flashoptim_dist.formats import FORMAT_VERSION
+from flashoptim_dist.formats import FORMAT_VERSION, find_fault, read_faults
 from flashoptim_dist.sharding import like_parameter, local_tensor
 
 _STATE_PREFIX = f"{OPTIMIZER}.{STATE}."
@@ -106,11 +105,15 @@ class OptimizerLoad:
     def _check_scales(self) -> None:
         signed = {moment.scale_name: moment.signed for moment in getattr(self._optimizer, "moment_specs", ())}
         version = FORMAT_VERSION if self._spec is None else self._spec["version"]
+        found: dict[str, torch.Tensor] = {}
         for _, path, key in self._wanted():
             if len(path) != 1 or path[0] not in signed or key not in self._tensors:
                 continue
             scales = local_tensor(self._tensors[key])
-            if scales.dtype == torch.bfloat16 and (fault := fault_of_scales(scales, signed[path[0]], version)):
+            if scales.dtype == torch.bfloat16:
+                found[key] = find_fault(scales, signed[path[0]], version)
+        for key, fault in zip(found, read_faults(list(found.values())), strict=True):
+            if fault:
                 raise DamagedCheckpointError(f"{self._reader.directory} is damaged: {key!r} {fault}")
 
     def _wanted(self) -> list[tuple[torch.Tensor, Path_, str]]:

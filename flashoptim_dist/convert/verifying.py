@@ -15,7 +15,6 @@ from flashoptim_dist.checkpoint.errors import CheckpointError
 from flashoptim_dist.checkpoint.files import local_path
 from flashoptim_dist.checkpoint.layout import MANIFEST
 from flashoptim_dist.checkpoint.ranks import own_ranks
-from flashoptim_dist.checkpoint.scales import fault_of_scales
 from flashoptim_dist.checkpoint.verify import check_files
 from flashoptim_dist.convert.api import Pathlike
 from flashoptim_dist.convert.dcp_source import is_dcp, newest_in
@@ -27,7 +26,7 @@ from flashoptim_dist.convert.progress import Progress, Silent
 from flashoptim_dist.convert.sharing import shares
 from flashoptim_dist.convert.targets import TARGETS, moments_of
 from flashoptim_dist.convert.training_state import TrainingState
-from flashoptim_dist.formats import FORMAT_VERSION, GROUP_SIZE, to_groups, to_rows, version1
+from flashoptim_dist.formats import FORMAT_VERSION, GROUP_SIZE, find_fault, read_faults, to_groups, to_rows, version1
 from flashoptim_dist.optim.state import ERROR_BITS, STEP
 
 _VARIANCE_FLOOR = {1: version1.SMALLEST_VARIANCE_CODE}
@@ -171,7 +170,8 @@ def _block_problems(saved: Saved, family: str, start: int, stop: int, version: i
                 yield moment.name, "has elements that are not finite"
             continue
         scale = scales.rows(start, stop)
-        if fault := fault_of_scales(scale, moment.signed, version):
+        (fault,) = read_faults([find_fault(scale, moment.signed, version)])
+        if fault:
             yield moment.scale_name, fault
         yield from ((moment.name, reason) for reason in _code_problems(code, scale, moment.signed, version))
 

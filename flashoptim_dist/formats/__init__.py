@@ -21,6 +21,7 @@ from flashoptim_dist.formats.moments import (
     momentum_unit,
 )
 from flashoptim_dist.formats.rounding import canonical_name, noise_key, noise_words, parameter_id
+from flashoptim_dist.formats.scale_faults import find_fault, read_faults
 from flashoptim_dist.formats.spec import (
     FORMAT_NAME,
     FORMAT_VERSION,
@@ -50,6 +51,7 @@ __all__ = [
     "encode_moments",
     "encode_momentum",
     "encode_variance",
+    "find_fault",
     "from_groups",
     "groups_per_row",
     "is_quantized_shape",
@@ -58,6 +60,7 @@ __all__ = [
     "noise_key",
     "noise_words",
     "parameter_id",
+    "read_faults",
     "round_stochastically",
     "row_length",
     "rows_are_flattened",

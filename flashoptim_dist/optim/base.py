@@ -286,8 +286,15 @@ class FlashOptimizer(MasterWeights, GradientScaling):
         Correction bits that come with the state are kept until the first step, whatever is loaded into the weights in
         between.
 
+        All ranks must call where DTensors of other placements are loaded, which are redistributed. Scales that the
+        number format never writes (negative, not finite, no lattice of a variance) are refused after that, and by each
+        rank for its own shards, without communication: an error of these, as any other, may be raised on one rank
+        alone, and what all ranks do together afterwards has to wait until all are known to have loaded.
+        ``flashoptim_dist.checkpoint.load`` sees to that.
+
         Raises:
-            ValueError: other groups or parameters, shapes or formats, with the parameter named. Nothing is changed.
+            ValueError: other groups or parameters, shapes, formats or scales, with the parameter named. Nothing is
+                changed.
         """
         load_state(self, state_dict)
 

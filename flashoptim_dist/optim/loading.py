@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flashoptim_dist.formats import FORMAT_VERSION, are_variance_scales, canonical_name
+from flashoptim_dist.formats import FORMAT_VERSION, canonical_name
 from flashoptim_dist.formats.weights import CORRECTION_DTYPES
 from flashoptim_dist.optim.algorithms import check_algorithm
 from flashoptim_dist.optim.checks import check_torch_options
 from flashoptim_dist.optim.conversion import convert_correction, dequantize, local_part, quantize
+from flashoptim_dist.optim.scale_check import ScaleCheck
 from flashoptim_dist.optim.state import ERROR_BITS, STEP, MomentSpec, new_entry, new_step
 from flashoptim_dist.optim.versions import check_format, decoder
 from flashoptim_dist.sharding import ShardLayout, local_tensor, shard_layout
@@ -46,14 +47,24 @@ def load_state(optimizer: FlashOptimizer, state_dict: Mapping[str, Any]) -> None
     state: dict[Any, Any] = {}
     spec = loaded.get("format") or {}
     conversions = _option_changes(optimizer, spec)
+    scale_check = ScaleCheck(version)
     says_quantized = optimizer.compress_state_dict or spec.get("quantize") is False
     for parameter, saved_id in saved_of.items():
         entries = _present(loaded["state"].get(saved_id))
         if entries:
             record = records[parameter]
             state[parameter] = _load_parameter(
-                optimizer, parameter, record, entries, version, conversions, says_quantized=says_quantized
+                optimizer,
+                parameter,
+                record,
+                entries,
+                version,
+                conversions,
+                scale_check,
+                says_quantized=says_quantized,
             )
+    # After the last redistribution, which the other ranks take part in, and before anything changes.
+    scale_check.finish()
     matched = set(saved_of.values())
     state.update({key: deepcopy(value) for key, value in loaded["state"].items() if key not in matched})
     optimizer.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
@@ -116,6 +127,7 @@ def _load_parameter(
     saved: Mapping[str, Any],
     version: int,
     conversions: Counter[str],
+    scale_check: ScaleCheck,
     *,
     says_quantized: bool,
 ) -> dict[str, Any]:
@@ -125,7 +137,9 @@ def _load_parameter(
     new.fill_(_saved_step(optimizer, saved))
     state: dict[str, Any] = {STEP: new}
     present = [moment for moment in record.moments if saved.get(moment.name) is not None]
-    load_moments(state, present, parameter, record, saved, version, conversions, says_quantized=says_quantized)
+    load_moments(
+        state, present, parameter, record, saved, version, conversions, scale_check, says_quantized=says_quantized
+    )
     for moment in record.moments:
         if moment not in present and not bool(new):
             state.update({name: new_entry(record.entries[name], parameter) for name in _names(moment, record)})
@@ -207,13 +221,15 @@ def load_moments(
     saved: Mapping[str, Any],
     version: int,
     conversions: Counter[str],
+    scale_check: ScaleCheck | None = None,
     *,
     says_quantized: bool = True,
 ) -> None:
     """Put moments (and their scales) into ``state``, quantized or decoded as the parameter needs them.
 
-    All together: a momentum is in the unit that its variance gives it. ``says_quantized``: whether it is worth a word
-    that floating-point moments were quantized; it is not where that is how the optimizer's own state is saved.
+    All together: a momentum is in the unit that its variance gives it. ``scale_check`` is shown the scales; None where
+    they are this optimizer's own. ``says_quantized``: whether it is worth a word that floating-point moments were
+    quantized; it is not where that is how the optimizer's own state is saved.
     """
     layout, signed = record.layout, [moment.signed for moment in moments]
     scales = [saved.get(moment.scale_name) for moment in moments]
@@ -223,6 +239,10 @@ def load_moments(
         _placed_moment(moment, scale, parameter, record, layout, saved)
         for moment, scale in zip(moments, scales, strict=True)
     ]
+    if scale_check is not None:
+        for moment, (_, scale) in zip(moments, placed, strict=True):
+            if scale is not None:
+                scale_check.add(scale, moment, record)
     stored = [(values, scale) for values, scale in placed if scale is not None]
     wants = any(moment.scale_name in record.entries for moment in moments)
     if stored and len(stored) < len(placed):
@@ -241,8 +261,6 @@ def load_moments(
         elif wants and says_quantized:
             conversions["floating-point moments to 8 bits"] += len(moments)
         placed = list(quantize(values, signed, layout)) if wants else [(value, None) for value in values]
-    else:
-        _check_scales(moments, stored, record)
     for moment, (codes, scale) in zip(moments, placed, strict=True):
         for name, local in ((moment.name, codes), (moment.scale_name, scale)):
             if local is not None:
@@ -272,22 +290,6 @@ def _placed_moment(
             "optimizer does not keep: load with quantize=True, or in the nested form)"
         )
     return values, scale
-
-
-def _check_scales(
-    moments: Sequence[MomentSpec], stored: Sequence[tuple[Tensor, Tensor]], record: ParameterRecord
-) -> None:
-    """Refuse scales of a variance that this version never writes: most tensors of version 1 hold such."""
-    for moment, (_, scale) in zip(moments, stored, strict=True):
-        if moment.signed:
-            continue
-        if not bool(are_variance_scales(scale).all()):
-            raise ValueError(
-                f"{moment.scale_name!r} of parameter {record.name!r} holds what number format version "
-                f"{FORMAT_VERSION} never writes: the state is damaged, or of version 1 and no record says so. In that "
-                "case load the checkpoint with flashoptim_dist.checkpoint.load, or put its record beside the state: "
-                'state_dict["format"] = {"name": "fd1", "version": 1}'
-            )
 
 
 def _check_dtype(value: Tensor, dtypes: Sequence[torch.dtype], name: str, record: ParameterRecord) -> None:
