@@ -19,9 +19,9 @@ from flashoptim_dist.convert.dcp_target import write_dcp
 from flashoptim_dist.convert.opening import open_checkpoint
 from flashoptim_dist.convert.progress import Progress, Silent
 from flashoptim_dist.convert.result import Result
-from flashoptim_dist.convert.targets import target_named
 from flashoptim_dist.convert.torch_target import SUFFIXES, write_torch_file
 from flashoptim_dist.convert.training_state import Layout, TrainingState
+from flashoptim_dist.convert.unused_options import check_dtype, check_format_options, check_keep_fp32, check_layout
 
 Pathlike = str | Path
 
@@ -66,6 +66,7 @@ def convert(
 
     Memory is bounded by a fraction of the largest tensor: everything is read, converted and written in blocks. Where
     torch.distributed is initialized the ranks share out the parameters. The target appears when all of it is on disk.
+    Options that would change nothing are refused.
 
     Args:
         source: a DCP directory (this library's, plain torch's nested or flattened, torchtitan's, the official
@@ -90,6 +91,10 @@ def convert(
     if head_dim is not None and head_dim < 1:
         raise CheckpointFormatError(f"head_dim={head_dim} must be at least 1")
     ranks, place = own_ranks(process_group), local_path(target)
+    is_file = place.suffix in SUFFIXES
+    check_layout(layout, place, is_file)
+    target_optimizer = check_format_options(options, to)
+    check_keep_fp32(keep_fp32, dtype, target_optimizer)
     refuse_existing(place, overwrite)
 
     def plan() -> tuple[Result, Layout]:
@@ -100,11 +105,12 @@ def convert(
             raise CheckpointFormatError(
                 f"{state.path} holds no optimizer states. import-hf makes a checkpoint of a model's weights"
             )
+        check_dtype(dtype, state)
         choices = Choices(dtype, tuple(keep_fp32), options, head_dim=head_dim)
-        return convert_state(state, target_named(to), choices), layout or state.layout
+        return convert_state(state, target_optimizer, choices), layout or state.layout
 
     result, chosen = ranks.run(f"converting {source}", plan)
-    if place.suffix in SUFFIXES:
+    if is_file:
         write_torch_file(place, result, ranks, overwrite, progress or Silent())
     else:
         write_dcp(place, result, chosen, ranks, overwrite, progress or Silent())

@@ -45,13 +45,13 @@ class Inspect:
     json: bool = False
     """Print JSON instead of tables."""
     tensors: bool = True
-    """List every tensor."""
+    """List every tensor, in JSON too."""
 
     def run(self) -> int:
         """Print it."""
         found = inspect(self.checkpoint)
         if self.json:
-            _print_json(found.to_dict())
+            _print_json(found.to_dict(self.tensors))
         elif _speaks():
             print_inspection(_console(), found, self.tensors)
         return 0
@@ -107,7 +107,7 @@ class _Writing:
 
 @dataclass(kw_only=True)
 class _Format(_Writing):
-    """Options of the number format, shared by the commands that write it."""
+    """Options of the number format, shared by the commands that write it; refused for plain optimizers."""
 
     master_weight_bits: Literal["24", "32", "none"] | None = None
     """Of this library's optimizers; left out: as it was, else 24."""
@@ -143,7 +143,7 @@ class Convert(_Format):
     to: OptimizerName
     """The optimizer that is to load the result."""
     layout: Literal["nested", "flattened", "torchtitan"] | None = None
-    """Of a DCP directory; left out: that of the source."""
+    """Of a DCP directory (a file has one layout); left out: that of the source."""
     weights: str | None = None
     """Where the weights are, for a source that holds optimizer states alone."""
     dtype: DtypeName | None = None

@@ -20,6 +20,7 @@ from flashoptim_dist.convert.parameters import WEIGHT, ParameterConversion, Save
 from flashoptim_dist.convert.result import OutputTensor, Result, Unit, state_path, unit_of
 from flashoptim_dist.convert.targets import Target
 from flashoptim_dist.convert.training_state import Group, TrainingState
+from flashoptim_dist.convert.unused_options import check_head_dim
 from flashoptim_dist.optim.state import ERROR_BITS, STEP
 from flashoptim_dist.optim.versions import check_format
 
@@ -116,7 +117,7 @@ class _Conversion:
         """Call a tied weight as the optimizer calls it, and find the parts of a fused one.
 
         Raises:
-            CheckpointFormatError: there are states of which the model has no weight.
+            CheckpointFormatError: there are states of which the model has no weight, or no use for ``head_dim``.
         """
         state = self.state
         for name in [*state.states, *state.group_of()]:
@@ -131,6 +132,7 @@ class _Conversion:
         for name in dict.fromkeys([*state.states, *state.group_of()]):
             if name not in state.weights and (fused := fused_weight(name, state.weights, head_dim)) is not None:
                 self.fused[name] = fused
+        check_head_dim(self.choices.head_dim, self.fused, state)
         unknown = [name for name in state.states if name not in state.weights and name not in self.fused]
         if state.weights and unknown:
             raise CheckpointFormatError(

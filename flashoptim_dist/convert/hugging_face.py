@@ -37,8 +37,8 @@ from flashoptim_dist.convert.safetensors_folder import (
     write_file,
 )
 from flashoptim_dist.convert.sharing import shares
-from flashoptim_dist.convert.targets import target_named
 from flashoptim_dist.convert.training_state import Group, TrainingState
+from flashoptim_dist.convert.unused_options import check_format_options, check_keep_fp32
 
 CONFIG_NAME = "config.json"
 SHARD_BYTES = 5_000_000_000
@@ -133,6 +133,7 @@ def import_hf(
 
     For one of this library's optimizers every weight gets fresh states, and what a 16-bit weight cannot hold of an fp32
     one is in its correction. The learning rate and other options of groups are those of the optimizer that loads it.
+    Options that would change nothing are refused.
 
     Args:
         folder: with safetensors, in one file or several.
@@ -149,6 +150,8 @@ def import_hf(
         CheckpointError: on every rank, with the file or tensor and the reason; nothing is left at the target then.
     """
     ranks, place, source = own_ranks(process_group), local_path(checkpoint), local_path(folder)
+    target = check_format_options(options, to)
+    check_keep_fp32(keep_fp32, dtype, target)
     refuse_existing(place, overwrite)
 
     def plan() -> Any:
@@ -157,7 +160,6 @@ def import_hf(
         if not is_safetensors(source):
             raise CheckpointError(no_files(source))
         state = read_safetensors(source)
-        target = target_named(to)
         wanted = dtype or (torch.bfloat16 if target.is_flash else torch.float32)
         names = [name for name, weight in state.weights.items() if _is_parameter(name, weight)]
         state.groups = [Group({}, names)]

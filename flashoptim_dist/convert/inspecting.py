@@ -67,9 +67,9 @@ class Inspection:
         """Bytes of all tensors per parameter."""
         return self.nbytes / max(1, self.parameters)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data (JSON-serializable)."""
-        return {
+    def to_dict(self, with_tensors: bool = True) -> dict[str, Any]:
+        """Return it as plain data (JSON-serializable), ``with_tensors`` or without their list."""
+        summary = {
             "path": str(self.path),
             "container": self.container,
             "layout": self.layout,
@@ -83,11 +83,14 @@ class Inspection:
             "disk_bytes": self.disk_bytes,
             "fp32_adamw_bytes": self.parameters * FP32_ADAMW_BYTES,
             "aliases": self.aliases,
-            "tensors": [
-                {"name": line.name, "dtype": line.dtype, "shape": list(line.shape), "bytes": line.nbytes}
-                for line in self.tensors
-            ],
         }
+        if not with_tensors:
+            return summary
+        tensors = [
+            {"name": line.name, "dtype": line.dtype, "shape": list(line.shape), "bytes": line.nbytes}
+            for line in self.tensors
+        ]
+        return {**summary, "tensors": tensors}
 
 
 def inspect(path: Pathlike) -> Inspection:
