@@ -15,6 +15,7 @@ from flashoptim_dist.optim.rules import Hyperparameters, Rule
 from flashoptim_dist.optim.scaling import GradientInputs, gradient_factors, read_together
 from flashoptim_dist.optim.state import ERROR_BITS, STEP
 from flashoptim_dist.optim.update_check import counting
+from flashoptim_dist.optim.watch import check_state
 from flashoptim_dist.sharding import local_tensor
 
 if TYPE_CHECKING:
@@ -51,7 +52,12 @@ def step_with_torch(tasks: Sequence[StepTask], inputs: GradientInputs) -> bool:
 
     Returns:
         Whether any was left alone.
+
+    Raises:
+        RuntimeError: state that does not fit its parameter, named. Nothing was stepped.
     """
+    for task in tasks:
+        check_state(task, contiguous=False)
     counts, hyperparameters_of, factors = _read(tasks, inputs)
     stepped = [row for row, factor in enumerate(factors) if not math.isnan(factor)]
     steps: list[tuple[reference.ParameterStep, Rule]] = []

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from flashoptim_dist.formats import MASTER_WEIGHT_BITS, ROUNDINGS
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 
 def check_options(options: Mapping[str, Any], where: str) -> None:
     """Check the options of ours that stand in ``options``; ``where`` begins the message.
@@ -175,7 +177,7 @@ def check_parameter(parameter: Tensor, name: str | None) -> None:
         TypeError: it has another dtype than bf16, fp16 or fp32, or is not strided.
     """
     label = f"parameter {name!r}" if name is not None else f"a parameter of shape {tuple(parameter.shape)}"
-    if parameter.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if parameter.dtype not in _DTYPES:
         raise TypeError(
             f"{label} has dtype {parameter.dtype}; this optimizer steps bfloat16, float16 and float32 parameters"
         )
@@ -187,10 +189,23 @@ def check_gradient(parameter: Tensor, gradient: Tensor, name: str) -> None:
     """Check that a gradient lies as its parameter does.
 
     Raises:
-        RuntimeError: it is sparse, or no DTensor of the parameter's placements where the parameter is one.
+        RuntimeError: it is sparse, of another dtype than bf16, fp16 or fp32, of another shape, or no DTensor of the
+            parameter's placements where the parameter is one.
     """
     if gradient.is_sparse or gradient.layout != torch.strided:
-        raise RuntimeError(f"parameter {name!r} has a sparse gradient; build its embedding with sparse=False")
+        raise RuntimeError(
+            f"parameter {name!r} {tuple(parameter.shape)} has a sparse gradient; build its embedding with sparse=False"
+        )
+    if gradient.dtype not in _DTYPES:
+        raise RuntimeError(
+            f"parameter {name!r} {tuple(parameter.shape)} has a gradient of {gradient.dtype}; the step takes bfloat16, "
+            "float16 and float32: cast it before step()"
+        )
+    if gradient.shape != parameter.shape:
+        raise RuntimeError(
+            f"parameter {name!r} {tuple(parameter.shape)} has a gradient of shape {tuple(gradient.shape)}, from before "
+            "its data was replaced; drop it with zero_grad()"
+        )
     if isinstance(parameter, DTensor):
         if not isinstance(gradient, DTensor):
             raise RuntimeError(

@@ -75,6 +75,7 @@ class Plan:
 
     Raises:
         GeometryError: a parameter or gradient whose strides no kernel describes.
+        RuntimeError: state that does not fit its parameter, or a gradient that is a negative view, named.
     """
 
     def __init__(self, tasks: Sequence[StepTask], skipped: Tensor, counts_skips: bool) -> None:
@@ -91,6 +92,11 @@ class Plan:
             self.group_ends[-1] = row + 1
         for task in tasks:
             check_state(task)
+            if task.gradient.is_neg():
+                raise RuntimeError(
+                    f"parameter {task.record.name!r} {tuple(task.parameter.shape)} has a gradient that torch negates "
+                    "as it reads it, which kernels don't: set .grad to grad.resolve_neg()"
+                )
         self._watch(tasks)
         self.scalars = torch.zeros(len(tasks), SCALAR_COLUMNS, dtype=torch.float32, device=self.device)
         self.steps = DeviceTable(len(tasks), 2, self.device)
@@ -209,7 +215,8 @@ class Plan:
                     or any(map(_differ_in_kernel, self.hyperparameters, hyperparameters))
                 ):
                     return False
-        except (AttributeError, TypeError):  # a gradient is None, or plain where its parameter is a DTensor
+        except (AttributeError, TypeError, RuntimeError):
+            # A gradient is None, plain where its parameter is a DTensor, or has no memory to point at (sparse).
             return False
         if specs is not self._specs and not all(map(operator.is_, specs, self._gradient_specs)):
             for spec, expected in zip(specs, self._specs, strict=True):

@@ -176,7 +176,7 @@ def advance(
     # None is no argument of the compiled kernel: each pointer costs the host 2 us a launch.
     pointers = (found_inf, grad_scale, coefficient, lr_tensor)
     common = (steps, scalars, skipped, *pointers, lr, float(hyper.decay_rate), float(hyper.l2))
-    per_parameter = int(coefficient is not None and coefficient.ndim > 0)
+    per_parameter = int(coefficient is not None and coefficient.numel() > 1)
     tail = (-1.0 if hyper.maximize else 1.0, first, last, int(counts_skips), per_parameter)
     if isinstance(hyper, AdamHyperparameters):
         launcher, values = _ADAM_ADVANCE, _adam_values(hyper)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import operator
 import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -93,6 +94,15 @@ class _Plans:
         self.partial = False
         self.state: Any = None
         self.changes = 0
+        self.members: list[list[Tensor]] = []
+
+    def holds_members(self, param_groups: Sequence[dict[str, Any]]) -> bool:
+        """Return whether the groups hold the very parameters that they held; users edit the lists in place."""
+        members = self.members
+        return len(members) == len(param_groups) and all(
+            len(old) == len(group["params"]) and all(map(operator.is_, old, group["params"]))
+            for old, group in zip(members, param_groups, strict=True)
+        )
 
 
 class FusedStepper:
@@ -150,6 +160,7 @@ class FusedStepper:
             or not plans.kept
             or optimizer.state is not plans.state
             or plans.changes != plans.state.changes
+            or (subset is None and not plans.holds_members(optimizer.param_groups))
             or any(parameter.grad is not None for parameter in plans.idle)
         ):
             return set()
@@ -224,6 +235,7 @@ class FusedStepper:
         everything = subset.parameters if subset is not None else [p for p, _, _, _ in self._optimizer._named()]
         plans.idle = [parameter for parameter in everything if parameter not in planned]
         plans.state, plans.changes = self._optimizer.state, self._optimizer.state.changes
+        plans.members = [list(group["params"]) for group in self._optimizer.param_groups]
         plans.kept = bool(plans.plans) and not plans.partial
 
     def _run(self, plan: Plan, hyperparameters: Sequence[Any], inputs: GradientInputs) -> None:

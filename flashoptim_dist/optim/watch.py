@@ -13,9 +13,11 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from flashoptim_dist.optim.state import STEP
 from flashoptim_dist.sharding import local_tensor
 
 if TYPE_CHECKING:
@@ -171,21 +173,36 @@ class MemoryWatch:
             return False
 
 
-def check_state(task: StepTask) -> None:
-    """Refuse state that a kernel would misread.
+def check_state(task: StepTask, contiguous: bool = True) -> None:
+    """Refuse state that a step would misread: after a parameter was resized, or the user put other tensors there.
+
+    Args:
+        task: whose entries are looked at; other things in its state are the user's own.
+        contiguous: whether entries must be, as kernels want them.
 
     Raises:
-        RuntimeError: a state tensor on another device than the weight, or not contiguous, named.
+        RuntimeError: an entry that is missing or no tensor, has another shape or dtype than the parameter needs, lies
+            on another device than the weight, or is not contiguous, named.
     """
-    for name, value in task.state.items():
+    record = task.record
+    where = f"of parameter {record.name!r} of local shape {record.layout.local_shape}"
+    start_anew = "del optimizer.state[parameter] starts it anew"
+    expected = {STEP: ((), torch.float32), **{n: (e.local_shape, e.dtype) for n, e in record.entries.items()}}
+    for name, (shape, dtype) in expected.items():
+        value = task.state.get(name)
+        if not isinstance(value, Tensor):
+            found = "missing" if value is None else f"a {type(value).__name__}"
+            raise RuntimeError(f"state {name!r} {where} is {found}, no tensor: {start_anew}")
         local = local_tensor(value)
         if local.device != task.weight.device:
             raise RuntimeError(
-                f"state {name!r} of parameter {task.record.name!r} is on {local.device}, its weight on "
-                f"{task.weight.device}: move it back before step()"
+                f"state {name!r} {where} is on {local.device}, its weight on {task.weight.device}: move it back before "
+                "step()"
             )
-        if not local.is_contiguous():
+        if local.shape != shape or local.dtype != dtype:
             raise RuntimeError(
-                f"state {name!r} of parameter {task.record.name!r} of local shape {tuple(local.shape)} has strides "
-                f"{local.stride()}: make it contiguous before step()"
+                f"state {name!r} {where} is {local.dtype} {tuple(local.shape)} and must be {dtype} {shape}: "
+                f"{start_anew}, needed where a parameter was resized"
             )
+        if contiguous and not local.is_contiguous():
+            raise RuntimeError(f"state {name!r} {where} has strides {local.stride()}: make it contiguous before step()")
