@@ -357,7 +357,9 @@ def test_sparse_gradients_are_refused_by_name() -> None:
     embedding = nn.Embedding(10, 32, sparse=True)
     optimizer = FlashAdamW(embedding.named_parameters())
     embedding(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(RuntimeError, match=r"'weight' \\(10, 32\\) has a sparse gradient; build its embedding with sparse=False"):
+    with pytest.raises(
+        RuntimeError, match=r"'weight' \\(10, 32\\) has a sparse gradient; build its embedding with sparse=False"
+    ):
         optimizer.step()
 
 
