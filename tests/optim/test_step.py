@@ -358,7 +358,7 @@ def test_sparse_gradients_are_refused_by_name() -> None:
     optimizer = FlashAdamW(embedding.named_parameters())
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(
-        RuntimeError, match=r"'weight' \\(10, 32\\) has a sparse gradient; build its embedding with sparse=False"
+        RuntimeError, match=r"'weight' \(10, 32\) has a sparse gradient; build its embedding with sparse=False"
     ):
         optimizer.step()
 
