@@ -120,13 +120,11 @@ class FlashOptimizersContainer(OptimizersContainer):
                     "optimizer.implementation='fused_opt_states_bf16' makes torchtitan's own bf16 states, which are "
                     "not those of this library; use 'fused'"
                 )
+            _check_types(self)
             groups.hyperparameters(self.optimizer_name, _hyperparameters(self))
             groups.instance_options(self.optimizer_name, _all_options(self))
-            for pattern in self.no_decay:
-                try:
-                    re.compile(pattern)
-                except re.error as error:
-                    raise ValueError(f"optimizer.no_decay: {pattern!r} is no regular expression: {error}") from error
+            groups.check_patterns("no_decay", self.no_decay)
+            groups.check_patterns("param_groups", [group.pattern for group in self.param_groups])
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         """Build the optimizers of all model parts, as torchtitan does.
@@ -134,6 +132,7 @@ class FlashOptimizersContainer(OptimizersContainer):
         Raises:
             ValueError: an option or a group that an optimizer does not take, by name.
         """
+        config.__post_init__()  # options may have been set after the config was made
         self._config = config
         super().__init__(config, model_parts=model_parts)
         names = [name for one in self.optimizers for group in one.param_groups for name in group["param_names"]]
@@ -205,6 +204,21 @@ class FlashOptimizersContainer(OptimizersContainer):
             else:
                 init_optim_state(optimizer)
                 load_flat_optim_state_dict(optimizer, state_dict)
+
+
+def _check_types(config: FlashOptimizersContainer.Config) -> None:
+    """Refuse what the optimizers themselves never see, or would take for their own default."""
+    if config.optimizer_name not in groups.FLASH_OPTIMIZERS:
+        raise ValueError(
+            f"optimizer.optimizer_name is {config.optimizer_name!r}, and must be one of "
+            f"{', '.join(groups.FLASH_OPTIMIZERS)}; torch's own are for param_groups"
+        )
+    if config.lr is None:
+        raise ValueError("optimizer.lr is None, and must be a number")
+    if not isinstance(config.decay_norms_and_embeddings, bool):
+        raise ValueError(
+            f"optimizer.decay_norms_and_embeddings must be True or False, got {config.decay_norms_and_embeddings!r}"
+        )
 
 
 def _hyperparameters(config: FlashOptimizersContainer.Config) -> dict[str, Any]:

@@ -12,6 +12,7 @@ what was read means what the live tensors say.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,8 +20,14 @@ from torch import Tensor
 
 from flashoptim_dist.formats import FORMAT_VERSION
 from flashoptim_dist.optim.base import FlashOptimizer
+from flashoptim_dist.torchtitan import groups as group_options
+
+logger = logging.getLogger(__name__)
 
 _NOT_SAVED = ("params", "param_names", *FlashOptimizer.group_options)
+
+_MAY_DIFFER = ("lr", "initial_lr", *group_options.TORCH_SWITCHES)
+"""What no warning is worth: schedulers set the rates of a run, and the switches choose nothing here."""
 
 
 def flat_state(optimizer: FlashOptimizer) -> dict[str, Any]:
@@ -48,7 +55,8 @@ def flat_state(optimizer: FlashOptimizer) -> dict[str, Any]:
 def load_flat_state(optimizer: FlashOptimizer, flat: Mapping[str, Any]) -> None:
     """Load a flat state, of which other optimizers' entries may be part. No communication.
 
-    A group takes its options from its first parameter, as in torchtitan, and keeps its own where the state has none.
+    A group takes its saved options, with a warning where they are others than the run's. It keeps its own where the
+    state has none, and, with a warning, where its parameters were saved in groups that differ.
 
     Raises:
         ValueError: the state was saved in another form than this optimizer's, or by another kind of optimizer. The
@@ -61,9 +69,7 @@ def load_flat_state(optimizer: FlashOptimizer, flat: Mapping[str, Any]) -> None:
     for group in optimizer.param_groups:
         names = group["param_names"]
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        for key in options:
-            if names and key not in _NOT_SAVED:
-                options[key] = flat.get(f"param_groups.{names[0]}.{key}", options[key])
+        options |= _saved_options(group, flat)
         numbers = list(range(number, number + len(names)))
         groups.append({**options, "params": numbers})
         for name, parameter in zip(names, group["params"], strict=True):
@@ -82,6 +88,34 @@ def load_flat_state(optimizer: FlashOptimizer, flat: Mapping[str, Any]) -> None:
     live = dict(optimizer.state)
     optimizer.load_state_dict({**loaded, "state": {}})
     optimizer.state.update(live)
+
+
+def _saved_options(group: Mapping[str, Any], flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that all of a group's parameters were saved with, and warn of what is another one here."""
+    names = group["param_names"]
+    options: dict[str, Any] = {}
+    for key in [key for key in group if key not in _NOT_SAVED]:
+        saved = [flat[entry] for name in names if (entry := f"param_groups.{name}.{key}") in flat]
+        different = [value for value in saved if not _same(value, saved[0])]
+        if different:
+            logger.warning(
+                f"{len(names)} parameters from {names[0]!r} on are one group in this run and were saved in several, "
+                f"with {key} {saved[0]} and {different[0]}: this run's {key} {group[key]} holds for all of them"
+            )
+        elif saved:
+            options[key] = saved[0]
+            if key not in _MAY_DIFFER and not _same(saved[0], group[key]):
+                logger.warning(
+                    f"{key} of {len(names)} parameters from {names[0]!r} on is {saved[0]} in the checkpoint and "
+                    f"{group[key]} in this run: the checkpoint's holds"
+                )
+    return options
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Return whether two options are the same, betas in a list or in a tuple."""
+    pair = [tuple(value) if isinstance(value, list) else value for value in (left, right)]
+    return bool(pair[0] == pair[1])
 
 
 def _is_live(optimizer: FlashOptimizer, state: Mapping[int, Mapping[str, Any]]) -> bool:

@@ -81,6 +81,22 @@ def instance_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
+def check_patterns(option: str, patterns: Any) -> None:
+    """Check the regular expressions of an option.
+
+    Raises:
+        ValueError: they are no list of strings, or one is no regular expression.
+    """
+    # A string would be taken for its letters, each of them a pattern that matches nearly all names.
+    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"optimizer.{option} must be a list of regular expressions, got {patterns!r}")
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"optimizer.{option}: {pattern!r} is no regular expression: {error}") from error
+
+
 def matched_first(names: Iterable[str], patterns: Sequence[str]) -> set[int]:
     """Return which patterns are the first to match one of the names, by index."""
     compiled = [re.compile(pattern) for pattern in patterns]

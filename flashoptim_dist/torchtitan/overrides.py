@@ -84,6 +84,11 @@ def _replaced(config: Any, name: str, options: dict[str, Any]) -> FlashOptimizer
             f"the config's optimizer is a {type(config).__qualname__}, whose own doings {name} would end; choose a "
             "config with torchtitan's plain OptimizersContainer"
         )
+    if isinstance(config, FlashOptimizersContainer.Config) and config.optimizer_name != name:
+        raise ValueError(
+            f"the config is for {config.optimizer_name} already, whose options would become {name}'s: give "
+            f"--optimizer.optimizer_name {name} and its options, --optimizer.lr and --optimizer.weight_decay among them"
+        )
     known = {field.name for field in fields(FlashOptimizersContainer.Config)}
     own = known - {"param_groups", "optimizer_name", "implementation", "optimizer_factory_kwargs_by_name"}
     unknown = sorted(set(options) - own)

@@ -11,7 +11,6 @@ library's optimizers.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -146,10 +145,10 @@ def build_flash_optimizers(
             if hasattr(optimizer_config, option.name)
         }
     )
+    groups.check_patterns("no_decay", options.no_decay)
     patterns = list(options.no_decay)
     if not options.decay_norms_and_embeddings:
         patterns += groups.NO_DECAY_PATTERNS
-    _check_patterns(patterns)
     container = FlashOptimizersContainer(
         model_parts,
         groups.FLASH_OPTIMIZERS[name],
@@ -194,14 +193,6 @@ def _hyperparameters(name: str, config: Any, options: Optimizer) -> dict[str, An
     ours = {key: getattr(options, key) or None for key in ("momentum", "dampening", "nesterov", "maximize")}
     known = groups.HYPERPARAMETERS[name]
     return {**{key: value for key, value in theirs.items() if key in known}, **ours}
-
-
-def _check_patterns(patterns: Iterable[str]) -> None:
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"optimizer.no_decay: {pattern!r} is no regular expression: {error}") from error
 
 
 if MODEL_NAME not in _extra_train_specs:

@@ -130,11 +130,27 @@ def test_decouple_lr_stays_with_those_that_know_it() -> None:
         ({"momentum": 0.9}, "FlashAdamW has no momentum"),
         ({"implementation": "fused_opt_states_bf16"}, "fused_opt_states_bf16"),
         ({"no_decay": ["norm", "("]}, r"no_decay: '\(' is no regular expression"),
+        ({"no_decay": "norm"}, "no_decay must be a list of regular expressions, got 'norm'"),
+        ({"no_decay": ["norm", 3]}, "no_decay must be a list"),
+        (
+            {"param_groups": [ParamGroupConfig(pattern="(", optimizer_name="AdamW")]},
+            r"param_groups: '\(' is no regular",
+        ),
+        ({"decay_norms_and_embeddings": "false"}, "decay_norms_and_embeddings must be True or False, got 'false'"),
+        ({"optimizer_name": "AdamW"}, "'AdamW', and must be one of FlashAdamW"),
+        ({"lr": None}, "lr is None, and must be a number"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FlashOptimizersContainer.Config(**options)
+
+
+def test_options_set_after_the_config_was_made_are_checked_too() -> None:
+    config = FlashOptimizersContainer.Config()
+    config.no_decay = "norm"  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="no_decay must be a list"):
+        config.build(model_parts=[make_model()])
 
 
 def test_a_group_of_another_optimizer_needs_its_own_lr() -> None:
@@ -291,6 +307,13 @@ def test_override_on_one_of_our_configs_sets_what_is_given() -> None:
     [optimizer] = root.optimizer.build(model_parts=[make_model()])
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(1e-3, 0.0), (1e-3, 0.1)]
     assert optimizer.format_spec()["seed"] == 3
+
+
+def test_override_refuses_to_make_another_optimizer_of_one_of_ours() -> None:
+    with pytest.raises(ValueError, match=r"for FlashAdamW already, .* --optimizer\.optimizer_name FlashLion"):
+        overridden(
+            ("flashoptim_dist.torchtitan.flash_lion", {"lr": 1e-4}), optimizer=FlashOptimizersContainer.Config(lr=1e-3)
+        )
 
 
 def test_override_refuses_unknown_options_by_name() -> None:

@@ -207,7 +207,7 @@ def test_options_a_state_lacks_stay_as_they_are() -> None:
     assert fresh.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
-def test_checkpoints_load_over_another_grouping(tmp_path: Path) -> None:
+def test_checkpoints_load_over_another_grouping(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, optimizers, _ = _trained()
     _save(tmp_path, model, optimizers)
     model2 = make_model(seed=3)
@@ -215,6 +215,36 @@ def test_checkpoints_load_over_another_grouping(tmp_path: Path) -> None:
     schedulers(optimizers2)
     _load(tmp_path, model2, optimizers2)
     assert_equal(snapshot(model, optimizers), snapshot(model2, optimizers2))
+    warned = [record.getMessage() for record in caplog.records if "checkpoint's holds" in record.getMessage()]
+    assert [text.partition(" parameters")[0] for text in warned] == ["weight_decay of 8"]
+    assert "is 0.1 in the checkpoint and 0.0 in this run" in warned[0]
+
+
+def test_a_group_that_was_several_keeps_its_own_options(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The first of its parameters had no decay, which must not become that of all."""
+    model, optimizers, _ = _trained(decay_norms_and_embeddings=False)
+    _save(tmp_path, model, optimizers)
+    model2 = make_model(seed=3)
+    optimizers2 = container(model2)
+    schedulers(optimizers2)
+    _load(tmp_path, model2, optimizers2)
+    [group] = optimizers2.optimizers[0].param_groups
+    assert group["weight_decay"] == 0.1
+    assert group["lr"] == optimizers.optimizers[0].param_groups[0]["lr"]  # what all were saved with
+    warned = [record.getMessage() for record in caplog.records if "saved in several" in record.getMessage()]
+    assert len(warned) == 1
+    assert "with weight_decay 0.0 and 0.1: this run's weight_decay 0.1 holds" in warned[0]
+
+
+@pytest.mark.parametrize("given", [[0.9, 0.95], (0.9, 0.95)])
+def test_options_that_are_the_same_bring_no_warning(given: Any, caplog: pytest.LogCaptureFixture) -> None:
+    _, optimizers, _ = _trained(lr=1e-3)
+    flat = {**optimizers.state_dict()}
+    flat |= {key: given for key in flat if key.endswith(".betas")}
+    [fresh] = container(make_model(), implementation="foreach").optimizers
+    fresh.init_state()
+    load_flat_state(fresh, flat)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,10 @@ def test_what_it_can_not_do_is_refused() -> None:
         _build("--optimizer.momentum", "0.9")
     with pytest.raises(ValueError, match=r"optimizer\.no_decay: '\(' is no regular expression"):
         _build("--optimizer.no_decay", "(")
+    config = _config()
+    config.optimizer.no_decay = "norm"  # as TOML may have it
+    with pytest.raises(ValueError, match="no_decay must be a list of regular expressions, got 'norm'"):
+        v0_2.build_flash_optimizers([_model()], config.optimizer, None)
     spec = SimpleNamespace(build_optimizers_fn=build_optimizers_with_moe_load_balancing)
     with pytest.raises(ValueError, match="build_optimizers_with_moe_load_balancing"):
         v0_2.with_flash(spec)
