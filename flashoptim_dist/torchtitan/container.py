@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from torchtitan.components.optimizer.utils import (
 )
 from torchtitan.tools.logging import logger
 
+from flashoptim_dist.formats import canonical_name
 from flashoptim_dist.optim.base import FlashOptimizer
 from flashoptim_dist.torchtitan import groups
 from flashoptim_dist.torchtitan.flat_state import flat_state, load_flat_state
@@ -37,6 +38,20 @@ def _check_release(base: type) -> None:
 
 
 _check_release(OptimizersContainer)
+
+
+class _ByCanonicalName:
+    """A model's parameters by the names that checkpoints have, without those of activation checkpointing's wrappers.
+
+    torchtitan matches patterns with the wrappers' names in between, where ``layers.0.attention`` matches nothing.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self._model.named_parameters():
+            yield canonical_name(name), parameter
 
 
 class FlashOptimizersContainer(OptimizersContainer):
@@ -163,10 +178,11 @@ class FlashOptimizersContainer(OptimizersContainer):
             optimizer_name=self._config.optimizer_name,
             optimizer_kwargs=groups.hyperparameters(self._config.optimizer_name, _hyperparameters(self._config)),
         )
-        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        named: Any = _ByCanonicalName(model)
+        names = [name for name, parameter in named.named_parameters() if parameter.requires_grad]
         if len(configs) in groups.matched_first(names, [group.pattern for group in [*configs, rest]]):
             configs.append(rest)
-        built, patterns = OptimizersContainer._build_param_groups(model, configs, impl_kwargs)
+        built, patterns = OptimizersContainer._build_param_groups(named, configs, impl_kwargs)
         undecayed = [*self._config.no_decay]
         if not self._config.decay_norms_and_embeddings:
             undecayed += groups.NO_DECAY_PATTERNS

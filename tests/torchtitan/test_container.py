@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from flashoptim_dist import FlashAdamW, FlashLion, FlashSGDW
 from tests.torchtitan.device import (
@@ -104,6 +105,16 @@ def test_one_pattern_on_lion_one_on_plain_adamw_the_rest_on_flash_adamw() -> Non
     optimizers.step()
     moved = {name for name, value in model.state_dict().items() if not torch.equal(before[name], value)}
     assert moved >= {name for name in before if "norm" not in name}  # a bf16 1 does not move by 3e-4
+
+
+def test_patterns_see_names_without_the_wrappers_of_activation_checkpointing() -> None:
+    model = make_model()
+    model.layers["0"] = checkpoint_wrapper(model.layers["0"])
+    group = ParamGroupConfig(pattern=r"^layers\.0\.w2", optimizer_name="FlashLion", optimizer_kwargs={"lr": 1e-4})
+    optimizers = container(model, param_groups=[group])
+    assert [names for kind, names, _ in groups_of(optimizers) if kind == "FlashLion"] == [["layers.0.w2.weight"]]
+    [parameter] = optimizers.optimizers[0].param_groups[0]["params"]
+    assert parameter is model.layers["0"].w2.weight
 
 
 def test_groups_that_take_everything_leave_no_rest() -> None:
