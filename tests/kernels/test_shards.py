@@ -5,8 +5,6 @@ All parameters are in one optimizer, so that one launch holds shards of every ki
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,8 +16,8 @@ from tests.kernels.conftest import INTERPRETED
 from tests.numbers import assert_same_bits
 from tests.optim.cases import SHARDED, Case, whole_state
 from tests.pool import run_ranks
+from tests.several_gpus import run_on_gpus
 
-ROOT = Path(__file__).resolve().parents[2]
 TWO_GPUS = Path(__file__).with_name("two_gpus.py")
 
 FEW = [
@@ -77,9 +75,5 @@ class TestInterpreted:
 @pytest.mark.gpu
 def test_two_gpus() -> None:
     """The same over NCCL on two GPUs, by torchrun."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(TWO_GPUS)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
-    assert "bit-equal" in result.stdout
+    printed = run_on_gpus(TWO_GPUS, 2)
+    assert "bit-equal" in printed

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import flashoptim_dist as fod
 from tests.numbers import assert_same_bits
+from tests.several_gpus import run_on_gpus
 
 pytestmark = [
     pytest.mark.gpu,
@@ -145,11 +144,5 @@ def test_clipping_waits_for_nothing_and_needs_no_memory() -> None:
 
 def test_on_is_off_over_several_gpus() -> None:
     """FSDP, HSDP and offload to the CPU over NCCL, by torchrun."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    script = Path(__file__).with_name("two_gpus.py")
-    ranks = f"--nproc-per-node={torch.cuda.device_count()}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, str(script)]
-    done = subprocess.run(command, cwd=script.parents[2], capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    assert "release on is off" in done.stdout
+    printed = run_on_gpus(Path(__file__).with_name("two_gpus.py"))
+    assert "release on is off" in printed
