@@ -115,6 +115,24 @@ def noise_words(lane, first, rotation):
     return x.to(tl.int32, bitcast=True) + rotation
 
 
+@triton.jit
+def _add_byte(x, words, NUMBER: tl.constexpr):
+    """int32 x plus byte 0 (the lowest) or 1 of words, a number from 0 to 255."""
+    if _COMPILED:
+        # A dot product of bytes with (1, 0, 0, 0) or (0, 1, 0, 0): one instruction where a mask, a shift and a sum are
+        # three, and not of the unit that all the shifts and selections around it wait for.
+        return tl.inline_asm_elementwise(
+            "dp4a.u32.u32 $0, $1, 1, $2;" if NUMBER == 0 else "dp4a.u32.u32 $0, $1, 256, $2;",
+            "=r,r,r",
+            [words, x],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return x + ((words >> (8 * NUMBER)) & 0xFF)
+
+
 # ---------------------------------------------------------------- moments
 
 
@@ -178,7 +196,7 @@ def encode_momentum(m, scale, words, STOCHASTIC: tl.constexpr):
     code = float_of(bits_of(code) | (bits_of(m) & _SIGN))
     if STOCHASTIC:
         # Adding 1.5 * 2**15 leaves the code in fixed point with 8 fraction bits in the low half of the pattern.
-        fixed = bits_of(code + 49152.0) + ((words >> 8) & 0xFF)
+        fixed = _add_byte(bits_of(code + 49152.0), words, 1)
         return (fixed >> 8).to(tl.int8)
     else:
         return bits_of(code + 12582912.0).to(tl.int8)
@@ -267,7 +285,7 @@ def split_weight(w, words, WEIGHT_DTYPE: tl.constexpr, BITS: tl.constexpr, STOCH
             return bf16_of(pattern + 0x8000), pattern
         else:
             if STOCHASTIC:
-                pattern += words & 0xFF
+                pattern = _add_byte(pattern, words, 0)
             else:
                 pattern += 128
             return bf16_of(pattern + 0x8000), pattern >> 8

@@ -22,7 +22,13 @@ class Launcher:
         self.constants = [name for name in kernel.arg_names if name.isupper()]
 
     def __call__(
-        self, key: Hashable, grid: tuple[int], arguments: Sequence[Any], constants: dict[str, Any], warps: int
+        self,
+        key: Hashable,
+        grid: tuple[int],
+        arguments: Sequence[Any],
+        constants: dict[str, Any],
+        warps: int,
+        registers: int | None = None,
     ) -> None:
         """Launch on the current device and stream.
 
@@ -32,13 +38,17 @@ class Launcher:
             arguments: the run-time arguments, in the kernel's order.
             constants: the compile-time arguments, in the kernel's order, after the run-time ones.
             warps: per program.
+            registers: most per thread; None leaves them to the compiler.
         """
         compiled = self._compiled.get(key)
         if compiled is not None:
             compiled[(*grid, 1, 1)](*arguments, *constants.values())
             return
         # Contraction to fused multiply-adds is off, so that all kernels of a rule give the same bits.
-        compiled = self._kernel[grid](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+        options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
+        if registers is not None:
+            options["maxnreg"] = registers
+        compiled = self._kernel[grid](*arguments, **constants, **options)
         if compiled is not None:  # the interpreter compiles nothing
             self._compiled[key] = compiled
 

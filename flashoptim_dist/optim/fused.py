@@ -114,9 +114,7 @@ class Plan:
         elements: dict[tuple[Any, ...], int] = {}
         for task, options in zip(tasks, options_of, strict=True):
             elements[options] = elements.get(options, 0) + task.record.layout.numel
-        choices = {
-            options: tuning(count, dict(options)["STOCHASTIC"], self.device) for options, count in elements.items()
-        }
+        choices = {options: tuning(count, options, self.device) for options, count in elements.items()}
         for index, (task, options) in enumerate(zip(tasks, options_of, strict=True)):
             choice = choices[options]
             flat_tasks, general_tasks = buckets.setdefault(

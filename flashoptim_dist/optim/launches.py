@@ -43,13 +43,14 @@ KernelOptions = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True)
 class Tuning:
-    """Launch sizes. ``block``: elements per block; ``warps`` per program; ``blocks_per_task``: blocks a program
-    steps.
+    """Launch sizes. ``block``: elements per block; ``warps`` per program; ``blocks_per_task``: blocks a program steps;
+    ``registers``: most per thread of a kernel for flat segments, None to leave it to the compiler.
     """
 
     block: int
     warps: int
     blocks_per_task: int
+    registers: int | None = None
 
 
 def compiled_options(hyper: Hyperparameters) -> tuple[Any, ...]:
@@ -59,16 +60,20 @@ def compiled_options(hyper: Hyperparameters) -> tuple[Any, ...]:
     return type(hyper), hyper.l2 != 0.0
 
 
-def tuning(elements: int, stochastic: bool, device: torch.device) -> Tuning:
+def tuning(elements: int, options: KernelOptions, device: torch.device) -> Tuning:
     """Return the launch sizes for a bucket of so many elements; measured, see docs/performance.md."""
     if INTERPRETED:
         return Tuning(block=256, warps=1, blocks_per_task=4)
+    values = dict(options)
+    # With noise the compiler takes up to 96, at two thirds of the occupancy, where this many do without a spill.
+    noisy = values["STOCHASTIC"] and values.get("QUANTIZED") and values["KERNEL"] == "adam"
+    registers = 64 if noisy and values["WEIGHT_DTYPE"] == tl.bfloat16 and values["BITS"] else None
     if elements < _SMALL_BUCKET:
-        return Tuning(block=512, warps=2, blocks_per_task=1)
-    if stochastic and _is_short_of_instructions(device):
+        return Tuning(block=512, warps=2, blocks_per_task=1, registers=registers)
+    if values["STOCHASTIC"] and _is_short_of_instructions(device):
         # Twice the elements per thread: half the work per group, at half the occupancy.
         return Tuning(block=512, warps=1, blocks_per_task=8)
-    return Tuning(block=512, warps=2, blocks_per_task=4)
+    return Tuning(block=512, warps=2, blocks_per_task=4, registers=registers)
 
 
 @lru_cache
@@ -126,9 +131,11 @@ class KernelLaunch:
         names = [name for name in self._launcher.constants if name in values]
         self._constants = {name: values[name] for name in names}
         self._warps = choice.warps
+        self._registers = None if general else choice.registers
         self._grid = (tasks.shape[0],)
         self._arguments = (segments, scalars, tasks)
-        self._key = (tasks.device, choice.warps, *((name, str(value)) for name, value in self._constants.items()))
+        sizes = (choice.warps, self._registers)
+        self._key = (tasks.device, *sizes, *((name, str(value)) for name, value in self._constants.items()))
         self._prepared: Callable[[], None] | None = None
 
     def run(self) -> None:
@@ -136,7 +143,7 @@ class KernelLaunch:
         if self._prepared is not None:
             self._prepared()
             return
-        self._launcher(self._key, self._grid, self._arguments, self._constants, self._warps)
+        self._launcher(self._key, self._grid, self._arguments, self._constants, self._warps, self._registers)
         self._prepared = self._launcher.prepared(self._key, self._grid, self._arguments, self._constants)
 
 
