@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SCALAR_COLUMNS: int = layout.SCALAR_COLUMNS.value
 _ADVANCE_BLOCK = 128
-_SMALL_BUCKET = 1 << 26
+_SMALL_BUCKET, _LARGE_BUCKET = 1 << 25, 1 << 27
 _MANY_BYTES_PER_CYCLE = 16
 """Of a multiprocessor: 13 on an H100, 18 on an H200."""
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -70,7 +70,7 @@ def tuning(elements: int, options: KernelOptions, device: torch.device) -> Tunin
     registers = 64 if noisy and values["WEIGHT_DTYPE"] == tl.bfloat16 and values["BITS"] else None
     if elements < _SMALL_BUCKET:
         return Tuning(block=512, warps=2, blocks_per_task=1, registers=registers)
-    if values["STOCHASTIC"] and _is_short_of_instructions(device):
+    if elements >= _LARGE_BUCKET and values["STOCHASTIC"] and _is_short_of_instructions(device):
         # Twice the elements per thread: half the work per group, at half the occupancy.
         return Tuning(block=512, warps=1, blocks_per_task=8)
     return Tuning(block=512, warps=2, blocks_per_task=4, registers=registers)
