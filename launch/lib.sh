@@ -3,9 +3,11 @@
 # To be sourced; it defines and runs nothing by itself. bash 3.2 or newer, and no tool beyond POSIX and Python.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-# Sets which environment the functions below make and use.
+# Sets which environment the functions below make and use. The second argument, if any, is the Python of another
+# environment, whose packages this one sees: only what it has otherwise is installed again.
 use_venv() {
     VENV=$1
+    BASE_PYTHON=${2-}
     VENV_PYTHON=$VENV/bin/python
     # Present in every .venv these scripts made: such a folder may be deleted, anyone else's may not.
     VENV_MARK=$VENV/.made-by-launch
@@ -122,7 +124,8 @@ make_venv() {
         # uv makes environments without pip.
         if [[ ! -e $VENV_MARK ]] && "$VENV_PYTHON" -m ensurepip >/dev/null 2>&1; then return; fi
     fi
-    python=$(find_python "$1") || exit $?
+    python=$BASE_PYTHON
+    [[ -n $python ]] || python=$(find_python "$1") || exit $?
     if [[ -e $VENV_MARK ]]; then
         say "$VENV is half-made: making it anew"
         rm -rf "$VENV" || die "cannot remove $VENV"
@@ -134,7 +137,7 @@ make_venv() {
     say "making $VENV with $python ($("$python" -c 'import platform; print(platform.python_version())'))"
     { mkdir "$VENV" && touch "$VENV_MARK"; } || die "cannot write to $ROOT: clone the repository to a folder you may write to"
     "$python" -m venv "$VENV" || die "$python could not make a virtual environment in $VENV: see its message above"
-    if [[ $1 == gpu ]] && has_cuda_torch "$python"; then inherit_packages "$python"; fi
+    if [[ -n $BASE_PYTHON ]] || { [[ $1 == gpu ]] && has_cuda_torch "$python"; }; then inherit_packages "$python"; fi
 }
 
 # Installs what is given into .venv.
@@ -142,13 +145,15 @@ pip_install() {
     # In a terminal pip shows its progress; in a log only its errors matter.
     local quiet=-qq
     [[ -t 2 ]] && quiet=--progress-bar=on
-    "$VENV_PYTHON" -m pip install "$quiet" "$@" ||
+    # Python compiles what is imported, when it is; pip would compile all that is installed, for a fifth of the time.
+    "$VENV_PYTHON" -m pip install "$quiet" --no-compile "$@" ||
         die "pip could not install $*: its message is above. It needs a package index; behind a proxy or without a network set HTTPS_PROXY, PIP_INDEX_URL, or PIP_FIND_LINKS to a folder of wheels"
 }
 
 # What an install depends on; when it changes, the install is repeated.
 install_key() {
     printf '%s %s ' "$ROOT" "$1"
+    [[ -z $BASE_PYTHON ]] || "$BASE_PYTHON" -V
     cat "$ROOT"/{pyproject.toml,setup.py,flashoptim_dist/_version.py,launch/lib.sh} | cksum
 }
 
