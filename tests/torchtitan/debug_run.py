@@ -117,8 +117,10 @@ def shrink(config: Any, folder: str, *, steps: int, layers: int = 1, **paralleli
 
 
 def build(config: Any) -> Any:
-    """Build a trainer for gloo; call within :func:`cpu_shims`. All ranks must call."""
+    """Build a trainer for gloo, or for a GPU; call within :func:`cpu_shims`. All ranks must call."""
     trainer = config.build()
+    if device.ON_GPU:
+        return trainer
     for part in trainer.model_parts:
         for module in part.modules():
             if isinstance(module, FSDPModule):

@@ -1,0 +1,68 @@
+"""Training under torchtitan 0.3's CUDA graphs, which are its default: forward and backward are replayed, ours steps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.torchtitan import device
+from tests.torchtitan.models import assert_equal
+
+assert device.CPU is not None  # skips the file where torchtitan is not installed
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+
+# torchtitan takes the device that it finds when it is imported, so a GPU needs a process of its own.
+WORKER = """
+import sys
+import torch
+from tests.torchtitan import debug_run
+
+disabled = sys.argv[2] == "eager"
+change = {"training.disable_cuda_graphs": disabled, "training.seq_len": 64, "training.local_batch_size": 4}
+trained = debug_run.run(debug_run.llama, sys.argv[1], steps=20, change=change)
+torch.save(trained, sys.argv[1] + "/trained.pt")
+"""
+
+
+def _train(folder: Path, mode: str, kind: str) -> tuple[Any, str]:
+    """Return what training in a process of its own left, and what it printed."""
+    folder.mkdir()
+    address = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    # Sums in one order, so that runs can be compared bit for bit.
+    environment = {**os.environ, **address, "TORCHTITAN_TEST_DEVICE": kind, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER, str(folder), mode],
+        cwd=root,
+        env={**environment, "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed[-4000:]
+    return torch.load(folder / "trained.pt", weights_only=False), printed
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param("cpu", marks=pytest.mark.long), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_training_under_cuda_graphs_is_the_same(tmp_path: Path, kind: str) -> None:
+    """On a CPU torchtitan says that there are no graphs, and goes on without."""
+    if kind == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    (graphs, printed), (eager, _) = (_train(tmp_path / mode, mode, kind) for mode in ("graphs", "eager"))
+    assert ("Recorded CUDA graph" in printed) == (kind == "cuda")
+    assert graphs.optimizers == ["FlashAdamW"]
+    losses, expected = ([loss for _, loss, _ in trained.metrics] for trained in (graphs, eager))
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 1.5
+    assert losses == expected
+    assert_equal(graphs.state, eager.state)
