@@ -31,10 +31,17 @@ def follow_options(optimizer: FlashOptimizer) -> None:
 
     Raises:
         ValueError: an option out of range, with its group. Nothing is changed.
+        RuntimeError: a group was appended to ``param_groups`` by hand.
     """
     options = options_of_groups(optimizer)
     if options == optimizer._followed:
         return
+    known = len(optimizer._first_lr)
+    if len(optimizer.param_groups) > known:
+        raise RuntimeError(
+            f"param_groups holds {len(optimizer.param_groups)} groups where the constructor and add_param_group made "
+            f"{known}: groups must be added with optimizer.add_param_group(group), not by changing the list"
+        )
     for index, group in enumerate(optimizer.param_groups):
         where = f"parameter group {index}: "
         check_options(group, where)

@@ -46,6 +46,10 @@ class Hyperparameters:
     l2: float
     maximize: bool
 
+    def __post_init__(self) -> None:
+        if isinstance(self.lr, Tensor) and self.lr.numel() != 1:
+            raise ValueError(f"a group's lr must be one number, got a tensor of shape {tuple(self.lr.shape)}")
+
     @property
     def rule(self) -> Rule:
         """The update rule."""

@@ -190,6 +190,37 @@ def test_masters_that_are_set_after_the_change_are_as_wide_as_it_says(before: in
     assert not torch.equal(parameter.float(), value)
 
 
+def test_a_group_appended_by_hand_is_refused_with_the_way_out() -> None:
+    kind = KINDS_OF_PARAMETERS[0]
+    parameters = [kind.parameter(), kind.parameter()]
+    optimizer = FlashAdamW(parameters[:1], lr=1e-2)
+    for parameter in parameters:
+        parameter.grad = kind.gradient(1)
+    optimizer.step()
+    before = parameters[0].detach().clone()
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": parameters[1:]})
+    with pytest.raises(RuntimeError, match=r"holds 2 groups .* made 1: .* optimizer\.add_param_group\(group\)"):
+        optimizer.step()
+    assert torch.equal(parameters[0], before)
+    optimizer.add_param_group(optimizer.param_groups.pop())
+    optimizer.step()
+    assert all(optimizer.state[parameter] for parameter in parameters)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_learning_rate_of_several_numbers_in_a_live_group_is_refused(kind: str) -> None:
+    optimizer_type, options = KINDS[kind]
+    parameter = KINDS_OF_PARAMETERS[0].parameter()
+    optimizer = optimizer_type([parameter], lr=1e-2, **options)
+    parameter.grad = KINDS_OF_PARAMETERS[0].gradient(1)
+    optimizer.step()
+    before = parameter.detach().clone()
+    optimizer.param_groups[0]["lr"] = torch.tensor([1e-3, 2e-3])
+    with pytest.raises(ValueError, match=r"lr must be one number, got a tensor of shape \(2,\)"):
+        optimizer.step()
+    assert torch.equal(parameter, before)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
