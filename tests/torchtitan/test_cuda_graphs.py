@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 WORKER = """
 import sys
 import torch
+
+sys.path.append(sys.argv[3])  # last: kernels/ in it is no package of that name
 from tests.torchtitan import debug_run
 
 disabled = sys.argv[2] == "eager"
@@ -39,9 +41,8 @@ def _train(folder: Path, mode: str, kind: str) -> tuple[Any, str]:
     environment = {**os.environ, **address, "TORCHTITAN_TEST_DEVICE": kind, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", WORKER, str(folder), mode],
-        cwd=root,
-        env={**environment, "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        [sys.executable, "-P", "-c", WORKER, str(folder), mode, str(root)],
+        env=environment,
         capture_output=True,
         text=True,
         timeout=300,
