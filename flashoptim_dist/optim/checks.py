@@ -45,6 +45,16 @@ def check_switch(options: Mapping[str, Any], name: str, where: str) -> None:
         raise ValueError(f"{where}{name} must be True or False, got {options[name]!r}")
 
 
+def check_one_number(value: Any, name: str) -> None:
+    """Check that a tensor holds one number; ``name`` begins the message. Does not wait for a device.
+
+    Raises:
+        ValueError: it holds none, or several.
+    """
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
+
+
 def check_number(group: Mapping[str, Any], name: str, where: str) -> None:
     """Check a hyperparameter that is a finite number >= 0.
 
@@ -52,8 +62,7 @@ def check_number(group: Mapping[str, Any], name: str, where: str) -> None:
         TypeError: no number. ValueError: one out of range, or several.
     """
     value = group[name]
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(f"{where}{name} must be one number, got a tensor of shape {tuple(value.shape)}")
+    check_one_number(value, f"{where}{name}")
     if isinstance(value, str) or not hasattr(value, "__float__"):
         raise TypeError(f"{where}{name} must be a number or a tensor, got {value!r}")
     if not 0.0 <= float(value) < math.inf:

@@ -66,7 +66,7 @@ def tuning(elements: int, options: KernelOptions, device: torch.device) -> Tunin
         return Tuning(block=256, warps=1, blocks_per_task=4)
     values = dict(options)
     # With noise the compiler takes up to 96, at two thirds of the occupancy, where this many do without a spill.
-    noisy = values["STOCHASTIC"] and values.get("QUANTIZED") and values["KERNEL"] == "adam"
+    noisy = values["STOCHASTIC"] and values["QUANTIZED"] and values["KERNEL"] == "adam"
     registers = 64 if noisy and values["WEIGHT_DTYPE"] == tl.bfloat16 and values["BITS"] else None
     if elements < _SMALL_BUCKET:
         return Tuning(block=512, warps=2, blocks_per_task=1, registers=registers)
@@ -130,12 +130,10 @@ class KernelLaunch:
         values.update(GENERAL=general, BLOCK=choice.block)
         names = [name for name in self._launcher.constants if name in values]
         self._constants = {name: values[name] for name in names}
-        self._warps = choice.warps
-        self._registers = None if general else choice.registers
+        self._sizes = (choice.warps, None if general else choice.registers)
         self._grid = (tasks.shape[0],)
         self._arguments = (segments, scalars, tasks)
-        sizes = (choice.warps, self._registers)
-        self._key = (tasks.device, *sizes, *((name, str(value)) for name, value in self._constants.items()))
+        self._key = (tasks.device, *self._sizes, *((name, str(value)) for name, value in self._constants.items()))
         self._prepared: Callable[[], None] | None = None
 
     def run(self) -> None:
@@ -143,7 +141,7 @@ class KernelLaunch:
         if self._prepared is not None:
             self._prepared()
             return
-        self._launcher(self._key, self._grid, self._arguments, self._constants, self._warps, self._registers)
+        self._launcher(self._key, self._grid, self._arguments, self._constants, *self._sizes)
         self._prepared = self._launcher.prepared(self._key, self._grid, self._arguments, self._constants)
 
 

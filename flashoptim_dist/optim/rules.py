@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from flashoptim_dist.formats.exact import square_root
+from flashoptim_dist.optim.checks import check_one_number
 
 Rule = Callable[[Tensor, Tensor, tuple[Tensor, ...], Any], tuple[Tensor, tuple[Tensor, ...]]]
 """(weight, gradient, moments, scalars) -> (new weight, new moments), fp32, of one shape, in the memory of the old."""
@@ -47,8 +48,7 @@ class Hyperparameters:
     maximize: bool
 
     def __post_init__(self) -> None:
-        if isinstance(self.lr, Tensor) and self.lr.numel() != 1:
-            raise ValueError(f"a group's lr must be one number, got a tensor of shape {tuple(self.lr.shape)}")
+        check_one_number(self.lr, "a group's lr")
 
     @property
     def rule(self) -> Rule:

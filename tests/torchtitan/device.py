@@ -22,7 +22,7 @@ ON_GPU = os.environ.get("TORCHTITAN_TEST_DEVICE") == "cuda"
 as_device = contextlib.nullcontext if ON_GPU else cpu_as_device
 
 if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
-    # torch 2.11 and 2.12 lack the name, which only the spmd_types backend uses.
+    # torch 2.11 lacks the name, which only the spmd_types backend uses.
     @dataclass
     class DataParallelMeshDims:
         """Stands for torch's."""
