@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 _FEW_TASKS = 32
 _FIRST_WAVE = 200_000_000
 """Elements that keep an H100 busy for 0.8 ms."""
+_ELEMENTS_PER_MICROSECOND = 240_000
+_LOOK_MICROSECONDS, _LAUNCH_MICROSECONDS = 0.6, 50.0
+"""Host time to look at one parameter, and to launch a plan's kernels."""
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -49,21 +52,25 @@ def takes_kernels(device: torch.device, fused: bool | None) -> bool:
 
 
 def _waves(tasks: Sequence[StepTask]) -> list[list[StepTask]]:
-    """Cut tasks into a small first plan of the largest tensors and a second of all others.
+    """Cut tasks into a first plan of the largest tensors and a second of all others; a small model is one plan.
 
     Looking at 300 parameters takes the host 0.2 ms, in which the device would idle; the few tensors of the first plan
-    are looked at in no time and keep the device busy meanwhile.
+    are looked at in no time and keep the device busy meanwhile. So it takes half of a model, up to a size that is
+    enough in any case, and of small models as much more as that takes.
     """
-    total = sum(task.record.layout.numel for task in tasks)
     if len(tasks) < _FEW_TASKS:
         return [list(tasks)]
-    by_size = sorted(range(len(tasks)), key=lambda row: -tasks[row].record.layout.numel)
+    sizes = [task.record.layout.numel for task in tasks]
+    by_size = sorted(range(len(tasks)), key=lambda row: -sizes[row])
+    enough = min(_FIRST_WAVE, sum(sizes) // 2)
     first: set[int] = set()
     elements = 0
-    while elements < min(_FIRST_WAVE, total // 2):
-        row = by_size[len(first)]
+    for row in by_size:
+        meanwhile = _LOOK_MICROSECONDS * (len(tasks) - len(first)) + _LAUNCH_MICROSECONDS
+        if elements >= max(enough, meanwhile * _ELEMENTS_PER_MICROSECOND):
+            break
         first.add(row)
-        elements += tasks[row].record.layout.numel
+        elements += sizes[row]
     waves = [[task for row, task in enumerate(tasks) if (row in first) is wanted] for wanted in (True, False)]
     return [wave for wave in waves if wave]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import flashoptim_dist as fod
+from flashoptim_dist.optim import stepper
 from flashoptim_dist.optim.base import FlashOptimizer
 from tests.kernels.pairs import bf16, copy_of, fp32, named, random_gradient, random_weights, set_gradient
 from tests.numbers import assert_same_bits
@@ -236,6 +238,54 @@ def test_a_kept_plan_gives_the_bits_of_a_new_one(
         assert kept.state[a].keys() == planned.state[b].keys()
         for name, value in planned.state[b].items():
             assert_same_bits(kept.state[a][name], value, f"{name} of tensor {number}")
+
+
+@pytest.mark.parametrize("event", [nothing, drop_a_gradient, move_gradients], ids=lambda event: event.__name__)
+@pytest.mark.parametrize("row", [0, -1], ids=["in the first plan", "in the second plan"])
+def test_two_plans_give_the_bits_of_one(
+    event: Event, row: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of the two has to be planned anew, each parameter is stepped once."""
+    torch.manual_seed(0)
+    weights = random_weights([(4, 32), (2, 32), (3,), (1, 32)][:: 1 if row == 0 else -1], bf16)
+    sides = []
+    for plans in (2, 1):
+        monkeypatch.setattr(stepper, "_FEW_TASKS", 2 if plans == 2 else 32)
+        for name in ("_LOOK_MICROSECONDS", "_LAUNCH_MICROSECONDS"):
+            monkeypatch.setattr(stepper, name, 0.0)
+        parameters = [nn.Parameter(w.detach().to(device, copy=True)) for w in weights]
+        optimizer = fod.FlashAdamW(named(parameters), lr=0.01, fused=True)
+        for step in range(4):
+            new_gradients(parameters, step)
+            if step == 2:
+                event(optimizer, parameters)
+            optimizer.step()
+            if step < 2:
+                assert len(optimizer._stepper.plans) == plans
+        sides.append((optimizer, parameters))
+    (two, two_parameters), (one, one_parameters) = sides
+    for a, b in zip(two_parameters, one_parameters, strict=True):
+        assert_same_bits(a.detach(), b.detach(), "weight")
+        for name, value in one.state[b].items():
+            assert_same_bits(two.state[a][name], value, name)
+
+
+def test_the_first_plan_keeps_a_device_busy_while_the_host_looks_at_the_rest() -> None:
+    """Large models: a few tensors. Small ones: most of the elements. Tiny ones, done before the host is: all."""
+
+    def first_and_total(sizes: list[int]) -> tuple[int, int, int]:
+        tasks: list[Any] = [SimpleNamespace(record=SimpleNamespace(layout=SimpleNamespace(numel=n))) for n in sizes]
+        waves = stepper._waves(tasks)
+        assert sorted(map(id, tasks)) == sorted(id(task) for wave in waves for task in wave)
+        return len(waves), len(waves[0]), sum(task.record.layout.numel for task in waves[0])
+
+    assert first_and_total([10_000_000] * 300) == (2, 20, 200_000_000)
+    plans, tensors, elements = first_and_total([1_000_000] * 50 + [1_000] * 100)
+    assert plans == 2
+    assert 25 < tensors < 50
+    assert elements == tensors * 1_000_000
+    assert first_and_total([1_000] * 100) == (1, 100, 100_000)
+    assert first_and_total([10_000_000] * 31) == (1, 31, 310_000_000)
 
 
 def test_steps_are_counted_per_parameter(device: torch.device) -> None:
