@@ -182,8 +182,13 @@ class FlashOptimizer(MasterWeights, GradientScaling):
     def _named(self) -> Iterable[tuple[Tensor, str | None, int, dict[str, Any]]]:
         """Yield (parameter, name or None, ordinal, group) in order."""
         ordinal = 0
-        for group in self.param_groups:
+        for index, group in enumerate(self.param_groups):
             names = group.get("param_names") or [None] * len(group["params"])
+            if len(names) != len(group["params"]):
+                raise RuntimeError(
+                    f"parameter group {index} holds {len(group['params'])} parameters and {len(names)} names: change "
+                    "its lists 'params' and 'param_names' together"
+                )
             for parameter, name in zip(group["params"], names, strict=True):
                 yield parameter, name, ordinal, group
                 ordinal += 1
@@ -334,9 +339,8 @@ class FlashOptimizer(MasterWeights, GradientScaling):
         self.clip_coefficient = None
         return loss
 
-    @torch.no_grad()
     def _step(self, inputs: GradientInputs, subset: Subset | None = None) -> None:
-        """Step all parameters that have a gradient, or those of a subset, each of which has one.
+        """Step all parameters that have a gradient, or those of a subset, each of which has one. Within no_grad.
 
         A subset's skipped steps are not counted; the caller counts the step that they are part of.
         """

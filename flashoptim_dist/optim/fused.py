@@ -81,7 +81,7 @@ class Plan:
     def __init__(self, tasks: Sequence[StepTask], skipped: Tensor, counts_skips: bool) -> None:
         self.device = tasks[0].weight.device
         self.skipped = skipped
-        self._counts_skips = counts_skips
+        self.counts_skips = counts_skips
         self.hyperparameters: list[Hyperparameters] = []
         self.groups = list(dict.fromkeys(task.group for task in tasks))
         self.group_ends: list[int] = []
@@ -245,7 +245,7 @@ class Plan:
                 self.skipped,
                 first,
                 end,
-                self._counts_skips and number == 0,
+                self.counts_skips and number == 0,
                 inputs,
             )
             first = end

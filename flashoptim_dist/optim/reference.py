@@ -27,7 +27,7 @@ __all__ = ["CHUNK_ELEMENTS", "MomentTensors", "ParameterStep", "Rule", "step_par
 CHUNK_ELEMENTS = 1 << 19
 """Most elements per block: a call of a compiled kernel is dear. Working memory is some 30 bytes for each."""
 
-_EAGER_ELEMENTS_PER_THREAD = 1 << 17
+_EAGER_ELEMENTS_PER_THREAD, _MOST_EAGER_ELEMENTS = 1 << 17, 1 << 20
 """In eager mode, which passes over a block many times, more would leave the cores' caches; fewer pay torch's calls."""
 
 _SMALL_ELEMENTS = 1 << 15
@@ -56,7 +56,7 @@ def step_parameters(tasks: Sequence[tuple[ParameterStep, Rule]], chunk_elements:
     on_cpu = compiled.step_block if compiles else eager.step_block
     if chunk_elements is None:
         in_eager_mode = _EAGER_ELEMENTS_PER_THREAD * torch.get_num_threads()
-        chunk_elements = CHUNK_ELEMENTS if compiles or not elements else min(CHUNK_ELEMENTS, in_eager_mode)
+        chunk_elements = CHUNK_ELEMENTS if compiles or not elements else min(_MOST_EAGER_ELEMENTS, in_eager_mode)
 
     def step(pieces: Iterable[Block], rule: Rule) -> None:
         for block in pieces:

@@ -30,6 +30,8 @@ class GradientInputs:
 
     def to(self, device: torch.device) -> GradientInputs:
         """Return the same on a device, without waiting for it."""
+        if self.found_inf is None and self.grad_scale is None and self.coefficient is None:
+            return self
 
         def moved(value: Tensor | None) -> Tensor | None:
             return None if value is None else value.to(device, non_blocking=True)

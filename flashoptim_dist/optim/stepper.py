@@ -102,14 +102,41 @@ class _Plans:
         self.state: Any = None
         self.changes = 0
         self.members: list[list[Tensor]] = []
+        self.places: list[tuple[int, int, Tensor]] = []
 
-    def holds_members(self, param_groups: Sequence[dict[str, Any]]) -> bool:
-        """Return whether the groups hold the very parameters that they held; users edit the lists in place."""
+    def keep_members(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Remember which parameters the groups hold, and at which places the first plan's are."""
+        self.members = [list(group["params"]) for group in param_groups]
+        first = set(self.plans[0].parameters) if self.plans else set()
+        self.places = [
+            (index, row, parameter)
+            for index, members in enumerate(self.members)
+            for row, parameter in enumerate(members)
+            if parameter in first
+        ]
+
+    def hold(self, param_groups: Sequence[dict[str, Any]], whole: bool) -> bool:
+        """Return whether no other parameter has a gradient and, for a whole step, the groups hold the very parameters
+        that they held; users edit the lists in place.
+        """
+        if any(parameter.grad is not None for parameter in self.idle):
+            return False
         members = self.members
-        return len(members) == len(param_groups) and all(
-            len(old) == len(group["params"]) and all(map(operator.is_, old, group["params"]))
-            for old, group in zip(members, param_groups, strict=True)
+        return not whole or (
+            len(members) == len(param_groups)
+            and all(
+                len(old) == len(group["params"]) and all(map(operator.is_, old, group["params"]))
+                for old, group in zip(members, param_groups, strict=True)
+            )
         )
+
+    def hold_first(self, param_groups: Sequence[dict[str, Any]]) -> bool:
+        """Return whether the groups hold the parameters of the first plan where they were."""
+        lists = [group["params"] for group in param_groups]
+        try:
+            return all(lists[index][row] is parameter for index, row, parameter in self.places)
+        except IndexError:
+            return False
 
 
 class FusedStepper:
@@ -120,6 +147,7 @@ class FusedStepper:
         self._of: dict[Subset | None, _Plans] = {}
         self._skipped: dict[torch.device, Tensor] = {}
         self._staging: dict[torch.device, Staging] = {}
+        self._counted: set[torch.device] = set()  # where this step's skip is counted already
 
     @property
     def plans(self) -> list[Plan]:
@@ -162,23 +190,29 @@ class FusedStepper:
             The parameters that were stepped; None where those are all that have a gradient.
         """
         optimizer, plans = self._optimizer, self._of.get(subset)
+        self._counted = set()
         if (
             plans is None
             or not plans.kept
             or optimizer.state is not plans.state
             or plans.changes != plans.state.changes
-            or (subset is None and not plans.holds_members(optimizer.param_groups))
-            or any(parameter.grad is not None for parameter in plans.idle)
         ):
             return set()
         hyper = [optimizer._hyperparameters(index) for index in range(len(optimizer.param_groups))]
         stepped: list[Plan] = []
-        for plan, groups in zip(plans.plans, plans.groups, strict=True):
+        for number, (plan, groups) in enumerate(zip(plans.plans, plans.groups, strict=True)):
+            # What takes time grows with the parameters, so it waits for the first of several plans to be launched.
+            if number == min(1, len(plans.plans) - 1) and not plans.hold(optimizer.param_groups, subset is None):
+                break
+            if number == 0 and subset is None and not plans.hold_first(optimizer.param_groups):
+                break
             chosen = [hyper[index] for index in groups]
             if plan.is_current(chosen):
                 # At once: the device works on the first plan while the host looks at the parameters of the next.
                 self._run(plan, chosen, inputs)
                 stepped.append(plan)
+                if plan.counts_skips:
+                    self._counted.add(plan.device)
         if len(stepped) == len(plans.plans):
             return None
         self.forget_plans_of(subset)
@@ -193,7 +227,9 @@ class FusedStepper:
         if self._optimizer._options["offload_states"]:
             self._make_staging(device)
         kept = self._of.setdefault(subset, _Plans())
-        counting = subset is None and not any(plan.device == device for plan in kept.plans)
+        # In a step that a plan of the last one has begun, that one has counted, and the next step plans anew.
+        kept.partial |= device in self._counted
+        counting = subset is None and device not in self._counted | {plan.device for plan in kept.plans}
         counter = self.skip_counter(device)
         try:
             plans = self._new_plans(device, tasks, counter, counting, whole=subset is None)
@@ -242,7 +278,7 @@ class FusedStepper:
         everything = subset.parameters if subset is not None else [p for p, _, _, _ in self._optimizer._named()]
         plans.idle = [parameter for parameter in everything if parameter not in planned]
         plans.state, plans.changes = self._optimizer.state, self._optimizer.state.changes
-        plans.members = [list(group["params"]) for group in self._optimizer.param_groups]
+        plans.keep_members(self._optimizer.param_groups)
         plans.kept = bool(plans.plans) and not plans.partial
 
     def _run(self, plan: Plan, hyperparameters: Sequence[Any], inputs: GradientInputs) -> None:

@@ -41,6 +41,9 @@ BYTES_PER_ELEMENT = 12.25
 
 WARM_UP_SECONDS = 0.2
 
+_LONGEST_BAR = 8
+"""In the chart, in times of our bar."""
+
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
@@ -337,7 +340,10 @@ def show(results: list[Result], title: str) -> None:
 
 
 def draw(results: list[Result], path: Path, title: str) -> None:
-    """Draw a bar chart per model; the dashed line is the time of a copy of the same bytes."""
+    """Draw a bar chart per model; the dashed line is the time of a copy of the same bytes.
+
+    Bars that are much longer than ours are cut off, so that the others can be told apart.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -348,7 +354,11 @@ def draw(results: list[Result], path: Path, title: str) -> None:
     for axis, model in zip(axes[0], models, strict=True):
         rows = [result for result in results if result.model == model and not result.error]
         colours = ["#0072B2" if "flashoptim_dist" in row.optimizer else "#BBBBBB" for row in rows]
-        axis.barh([row.optimizer for row in rows][::-1], [row.step_ms for row in rows][::-1], color=colours[::-1])
+        most = min(max(row.step_ms for row in rows), _LONGEST_BAR * rows[0].step_ms)
+        bars = axis.barh([row.optimizer for row in rows], [min(row.step_ms, most) for row in rows], color=colours)
+        axis.bar_label(bars, [f"{row.step_ms:.3g}{' →' * (row.step_ms > most)}" for row in rows], padding=2, fontsize=6)
+        axis.invert_yaxis()
+        axis.set_xlim(0, 1.2 * most)
         axis.axvline(rows[0].floor_ms, color="#D55E00", linestyle="--", linewidth=1)
         axis.set_title(f"{model}\n{rows[0].elements / 1e6:,.0f} M in {rows[0].tensors} tensors", fontsize=9)
         axis.set_xlabel("ms per step", fontsize=8)

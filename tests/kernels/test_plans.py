@@ -240,7 +240,36 @@ def test_a_kept_plan_gives_the_bits_of_a_new_one(
             assert_same_bits(kept.state[a][name], value, f"{name} of tensor {number}")
 
 
-@pytest.mark.parametrize("event", [nothing, drop_a_gradient, move_gradients], ids=lambda event: event.__name__)
+def take_out_of_the_group(optimizer: FlashOptimizer, parameters: list[nn.Parameter]) -> None:
+    for key in ("params", "param_names"):
+        optimizer.param_groups[0][key].pop(0)
+
+
+def put_behind_the_others(optimizer: FlashOptimizer, parameters: list[nn.Parameter]) -> None:
+    for key in ("params", "param_names"):
+        members = optimizer.param_groups[0][key]
+        members.append(members.pop(0))
+
+
+def change_dtype_and_skip(optimizer: FlashOptimizer, parameters: list[nn.Parameter]) -> None:
+    """A step that is skipped, and for which one parameter has to be planned anew."""
+    gradient = parameters[0].grad
+    assert gradient is not None
+    set_gradient(parameters[0], gradient.float())
+    optimizer.found_inf = torch.ones((), device=gradient.device)
+
+
+TWO_PLANS = [
+    nothing,
+    drop_a_gradient,
+    move_gradients,
+    take_out_of_the_group,
+    put_behind_the_others,
+    change_dtype_and_skip,
+]
+
+
+@pytest.mark.parametrize("event", TWO_PLANS, ids=lambda event: event.__name__)
 @pytest.mark.parametrize(
     "row",
     [pytest.param(0, id="in the first plan"), pytest.param(-1, id="in the second plan", marks=pytest.mark.full)],
@@ -263,8 +292,11 @@ def test_two_plans_give_the_bits_of_one(
             if step == 1:
                 event(optimizer, parameters)
             optimizer.step()
+            if step == 1:
+                optimizer.found_inf = None
             if step == 0:
                 assert len(optimizer._stepper.plans) == plans
+        assert optimizer.skipped_steps == (event is change_dtype_and_skip)
         sides.append((optimizer, parameters))
     (two, two_parameters), (one, one_parameters) = sides
     for a, b in zip(two_parameters, one_parameters, strict=True):

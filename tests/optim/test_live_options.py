@@ -190,6 +190,22 @@ def test_masters_that_are_set_after_the_change_are_as_wide_as_it_says(before: in
     assert not torch.equal(parameter.float(), value)
 
 
+def test_lists_of_parameters_and_names_that_do_not_match_are_refused() -> None:
+    kind = KINDS_OF_PARAMETERS[0]
+    parameters = [kind.parameter(), kind.parameter()]
+    optimizer = FlashAdamW([("first", parameters[0]), ("second", parameters[1])], lr=1e-2)
+    for parameter in parameters:
+        parameter.grad = kind.gradient(1)
+    optimizer.step()
+    optimizer.param_groups[0]["params"].pop()
+    parameters[1].grad = None
+    with pytest.raises(RuntimeError, match=r"group 0 holds 1 parameters and 2 names: .* 'param_names' together"):
+        optimizer.init_state()
+    optimizer.param_groups[0]["param_names"].pop()
+    optimizer.step()
+    assert [int(optimizer.state[parameter]["step"]) for parameter in parameters] == [2, 1]
+
+
 def test_a_group_appended_by_hand_is_refused_with_the_way_out() -> None:
     kind = KINDS_OF_PARAMETERS[0]
     parameters = [kind.parameter(), kind.parameter()]
