@@ -139,6 +139,7 @@ class FlashOptimizersContainer(OptimizersContainer):
             groups.hyperparameters(self.optimizer_name, _hyperparameters(self))
             groups.instance_options(self.optimizer_name, _all_options(self))
             groups.check_patterns("no_decay", self.no_decay)
+            _check_param_groups(self.param_groups)
             groups.check_patterns("param_groups", [group.pattern for group in self.param_groups])
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
@@ -216,10 +217,26 @@ class FlashOptimizersContainer(OptimizersContainer):
         for optimizer in self.optimizers:
             if isinstance(optimizer, FlashOptimizer):
                 optimizer.init_state()  # what is live tells which entries to look for
+                initial = [group.get("initial_lr") for group in optimizer.param_groups]
                 load_flat_state(optimizer, state_dict)
+                for group, own in zip(optimizer.param_groups, initial, strict=True):
+                    _follow_own_schedule(group, own)
             else:
                 init_optim_state(optimizer)
                 load_flat_optim_state_dict(optimizer, state_dict)
+
+
+def _follow_own_schedule(group: dict[str, Any], initial_lr: float | None) -> None:
+    """Scale a loaded group's lr to the run's initial one, which torchtitan's schedulers go by, whatever was saved.
+
+    ``decouple_lr`` divides by the initial lr, which therefore has to be that of the schedule.
+    """
+    saved = group.get("initial_lr")
+    if initial_lr is None or saved is None or float(saved) == float(initial_lr):
+        return
+    if saved:
+        group["lr"] = group["lr"] * (initial_lr / saved)
+    group["initial_lr"] = initial_lr
 
 
 def _check_types(config: FlashOptimizersContainer.Config) -> None:
@@ -235,6 +252,23 @@ def _check_types(config: FlashOptimizersContainer.Config) -> None:
         raise ValueError(
             f"optimizer.decay_norms_and_embeddings must be True or False, got {config.decay_norms_and_embeddings!r}"
         )
+    ours = [name for name in config.optimizer_factory_kwargs_by_name if name in groups.FLASH_OPTIMIZERS]
+    if ours:
+        raise ValueError(
+            f"optimizer.optimizer_factory_kwargs_by_name has arguments of {ours[0]}, which come from the config: give "
+            "the options of the config itself, or the optimizer_kwargs of a group in param_groups"
+        )
+
+
+def _check_param_groups(param_groups: Any) -> None:
+    if not isinstance(param_groups, list | tuple) or not all(isinstance(one, ParamGroupConfig) for one in param_groups):
+        raise ValueError(f"optimizer.param_groups must be a list of ParamGroupConfig, got {param_groups!r}")
+    for group in param_groups:
+        if not isinstance(group.optimizer_kwargs, dict):
+            raise ValueError(
+                f"optimizer.param_groups: the optimizer_kwargs of the group {group.pattern!r} must be a dictionary, "
+                f"got {group.optimizer_kwargs!r}"
+            )
 
 
 def _hyperparameters(config: FlashOptimizersContainer.Config) -> dict[str, Any]:

@@ -85,12 +85,14 @@ def check_patterns(option: str, patterns: Any) -> None:
     """Check the regular expressions of an option.
 
     Raises:
-        ValueError: they are no list of strings, or one is no regular expression.
+        ValueError: they are no list of strings, or one is no regular expression, or an empty one.
     """
     # A string would be taken for its letters, each of them a pattern that matches nearly all names.
     if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(f"optimizer.{option} must be a list of regular expressions, got {patterns!r}")
     for pattern in patterns:
+        if not pattern:  # as a comma too many leaves one on the command line
+            raise ValueError(f"optimizer.{option}: an empty pattern matches every parameter: leave it out, or give .*")
         try:
             re.compile(pattern)
         except re.error as error:

@@ -74,6 +74,11 @@ def flash_sgdw(config: Any, **options: Any) -> FlashOptimizersContainer.Config:
 @_register(CheckpointManager.Config, "final model-only checkpoint with the corrections applied")
 def export_master_weights(config: Any) -> FlashCheckpointManager.Config:
     """Let the last, model-only checkpoint hold the master weights instead of the 16-bit ones."""
+    if type(config) not in (CheckpointManager.Config, FlashCheckpointManager.Config):
+        raise TypeError(
+            f"the config's checkpoint is a {type(config).__qualname__}, whose own doings the export of master weights "
+            "would end: leave it out, or choose a config with torchtitan's plain CheckpointManager"
+        )
     result: FlashCheckpointManager.Config = derive(config, FlashCheckpointManager.Config)
     return result
 
@@ -103,6 +108,12 @@ def _replaced(config: Any, name: str, options: dict[str, Any]) -> FlashOptimizer
         names = sorted({group.optimizer_name for group in config.param_groups})
         raise ValueError(
             f"no parameter group to give to {name}: the config has {names}, and Adam and AdamW are replaced"
+        )
+    from_adam = any(group.optimizer_name in _REPLACED for group in config.param_groups)
+    if from_adam and "lr" not in given and not name.startswith("FlashAdam"):
+        raise ValueError(
+            f"{name} needs an lr of its own, and the config's are for Adam and AdamW: add one to the override in "
+            '--override.imports, as in ={"lr": 1e-4}'
         )
     hidden = sorted({group.optimizer_name for group in config.param_groups if group.optimizer_name in _REPLACED})
     for other in hidden:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.trainer import Trainer
 
 from flashoptim_dist.optim.base import FlashOptimizer
@@ -78,7 +79,12 @@ class FlashTrainer(Trainer):
 
 
 def _check(config: Any) -> None:
-    if not config.gradient_release.enable:
+    options = config.gradient_release
+    if not isinstance(options.enable, bool):
+        raise ValueError(f"gradient_release.enable must be True or False, got {options.enable!r}")
+    if options.clipping not in ("global", "parameter", "none"):
+        raise ValueError(f"gradient_release.clipping is {options.clipping!r}, and must be global, parameter or none")
+    if not options.enable:
         return
     if not config.training.disable_cuda_graphs:
         raise ValueError(
@@ -88,6 +94,12 @@ def _check(config: Any) -> None:
     for name in ("pipeline_parallel_degree", "expert_parallel_degree"):
         if getattr(config.parallelism, name) > 1:
             raise ValueError(f"gradient_release.enable is not supported with parallelism.{name} > 1")
+    tied = config.model_spec is not None and getattr(config.model_spec.model, "enable_weight_tying", False)
+    if tied and isinstance(config.loss, ChunkedLossWrapper.Config):
+        raise ValueError(
+            "gradient_release.enable steps a tied embedding once, and the loss in chunks (ChunkedLossWrapper) runs "
+            "lm_head's backward pass before that of the rest: set config.loss to its loss_fn, CrossEntropyLoss.Config"
+        )
 
 
 def _with_norm(release: GradientRelease, log: Callable[..., None]) -> Callable[..., None]:

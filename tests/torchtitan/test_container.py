@@ -143,6 +143,7 @@ def test_decouple_lr_stays_with_those_that_know_it() -> None:
         ({"no_decay": ["norm", "("]}, r"no_decay: '\(' is no regular expression"),
         ({"no_decay": "norm"}, "no_decay must be a list of regular expressions, got 'norm'"),
         ({"no_decay": ["norm", 3]}, "no_decay must be a list"),
+        ({"no_decay": ["norm", ""]}, "no_decay: an empty pattern matches every parameter"),
         (
             {"param_groups": [ParamGroupConfig(pattern="(", optimizer_name="AdamW")]},
             r"param_groups: '\(' is no regular",
@@ -150,6 +151,16 @@ def test_decouple_lr_stays_with_those_that_know_it() -> None:
         ({"decay_norms_and_embeddings": "false"}, "decay_norms_and_embeddings must be True or False, got 'false'"),
         ({"optimizer_name": "AdamW"}, "'AdamW', and must be one of FlashAdamW"),
         ({"lr": None}, "lr is None, and must be a number"),
+        ({"param_groups": None}, "param_groups must be a list of ParamGroupConfig, got None"),
+        ({"param_groups": [{"pattern": "norm"}]}, "param_groups must be a list of ParamGroupConfig"),
+        (
+            {"param_groups": [ParamGroupConfig(pattern="norm", optimizer_name="AdamW", optimizer_kwargs=None)]},
+            "optimizer_kwargs of the group 'norm' must be a dictionary, got None",
+        ),
+        (
+            {"optimizer_factory_kwargs_by_name": {"FlashAdamW": {"compress_state_dict": False}}},
+            "optimizer_factory_kwargs_by_name has arguments of FlashAdamW, which come from the config",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
@@ -297,6 +308,14 @@ def test_lion_and_sgd_overrides_take_decay_but_not_betas() -> None:
     assert type(optimizer).__name__ == "FlashAdam"
 
 
+@pytest.mark.parametrize("name, kind", [("flash_lion", "FlashLion"), ("flash_sgdw", "FlashSGDW")])
+def test_lion_and_sgd_overrides_do_not_go_on_with_adamws_learning_rate(name: str, kind: str) -> None:
+    with pytest.raises(ValueError, match=f"{kind} needs an lr of its own, .*override.imports"):
+        overridden(f"flashoptim_dist.torchtitan.{name}")
+    ours = FlashOptimizersContainer.Config(optimizer_name=kind, lr=1e-4)  # type: ignore[arg-type]
+    assert overridden(f"flashoptim_dist.torchtitan.{name}", optimizer=ours).optimizer.lr == 1e-4
+
+
 def test_override_leaves_other_optimizers_groups_alone() -> None:
     config = OptimizersContainer.Config(
         param_groups=[
@@ -338,6 +357,17 @@ def test_export_override_keeps_the_options() -> None:
     assert isinstance(config.checkpoint, FlashCheckpointManager.Config)
     assert (config.checkpoint.interval, config.checkpoint.keep_latest_k) == (123, 3)
     assert config.checkpoint.export_master_weights
+
+
+def test_export_override_refuses_a_manager_with_doings_of_its_own() -> None:
+    class OtherManager(CheckpointManager):
+        @dataclass(kw_only=True, slots=True)
+        class Config(CheckpointManager.Config):
+            pass
+
+    config = Root.Config(checkpoint=OtherManager.Config())
+    with pytest.raises(TypeError, match=r"OtherManager\.Config, whose own doings the export"):
+        apply_overrides(OverrideConfig(imports=["flashoptim_dist.torchtitan.export_master_weights"]), config)
 
 
 # ---------------------------------------------------------------------- fp32 weights

@@ -220,6 +220,25 @@ def test_checkpoints_load_over_another_grouping(tmp_path: Path, caplog: pytest.L
     assert "is 0.1 in the checkpoint and 0.0 in this run" in warned[0]
 
 
+def test_another_learning_rate_on_resume_is_the_initial_one_of_decouple_lr(tmp_path: Path) -> None:
+    """torchtitan's schedulers go by the run's; the checkpoint's initial one would make the decay ten times as much."""
+    model, optimizers, scheduler = _trained(3, lr=1e-3, decouple_lr=True, weight_decay=1e-2)
+    _save(tmp_path, model, optimizers)
+    model2 = make_model(seed=3)
+    optimizers2 = container(model2, lr=1e-2, decouple_lr=True, weight_decay=1e-2)
+    scheduler2 = schedulers(optimizers2)
+    _load(tmp_path, model2, optimizers2)
+    scheduler2.load_state_dict(scheduler.state_dict())
+    [before], [after] = optimizers.optimizers, optimizers2.optimizers
+    for step in (3, 4):
+        assert after.param_groups[0]["lr"] == pytest.approx(10.0 * before.param_groups[0]["lr"])
+        assert after.param_groups[0]["lr"] * after._decay_rate(0) == pytest.approx(
+            before.param_groups[0]["lr"] * before._decay_rate(0)
+        )
+        train(model, optimizers, scheduler, step, step + 1)
+        train(model2, optimizers2, scheduler2, step, step + 1)
+
+
 def test_a_group_that_was_several_keeps_its_own_options(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The first of its parameters had no decay, which must not become that of all."""
     model, optimizers, _ = _trained(decay_norms_and_embeddings=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -117,3 +118,45 @@ def test_gradient_release_needs_cuda_graphs_off(capsys: pytest.CaptureFixture[st
 def test_gradient_release_refuses_what_it_was_not_made_for(capsys: pytest.CaptureFixture[str], degree: str) -> None:
     text = _refusal(capsys, "--training.disable_cuda_graphs", f"--parallelism.{degree}", "2")
     assert f"gradient_release.enable is not supported with parallelism.{degree} > 1" in text
+
+
+def test_gradient_release_refuses_tied_weights_under_a_loss_in_chunks() -> None:
+    with device.as_device():
+        from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
+
+        from flashoptim_dist.torchtitan import recipes, trainer
+    config = recipes.with_flash_adamw(qwen3_debugmodel())
+    config.training.disable_cuda_graphs = config.gradient_release.enable = True
+    assert config.model_spec.model.enable_weight_tying
+    with pytest.raises(ValueError, match=r"tied embedding .*ChunkedLossWrapper.* set config\.loss to its loss_fn"):
+        trainer._check(config)
+    chunked, config.loss = config.loss, config.loss.loss_fn
+    trainer._check(config)
+    config.loss, config.model_spec.model.enable_weight_tying = chunked, False
+    trainer._check(config)
+
+
+@pytest.mark.parametrize("name, value", [("clipping", "Global"), ("enable", "false")])
+def test_wrong_options_of_gradient_release_are_refused(name: str, value: str) -> None:
+    """Neither of the two may be taken for another: a norm that nobody clips, release that nobody asked for."""
+    with device.as_device():
+        from flashoptim_dist.torchtitan import recipes, trainer
+    config = recipes.llama3_debug_flash()
+    setattr(config.gradient_release, name, value)
+    with pytest.raises(ValueError, match=rf"gradient_release\.{name} .*'{value}'"):
+        trainer._check(config)
+
+
+def test_a_config_for_another_trainer_is_refused() -> None:
+    with device.as_device():
+        from torchtitan.trainer import Trainer
+
+        from flashoptim_dist.torchtitan import recipes
+
+    class OtherTrainer(Trainer):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Trainer.Config):
+            pass
+
+    with pytest.raises(TypeError, match=r"OtherTrainer\.Config, whose own doings .*torchtitan\.flash_adamw"):
+        recipes.with_flash_adamw(OtherTrainer.Config())
