@@ -201,10 +201,12 @@ class FusedStepper:
         hyper = [optimizer._hyperparameters(index) for index in range(len(optimizer.param_groups))]
         stepped: list[Plan] = []
         for number, (plan, groups) in enumerate(zip(plans.plans, plans.groups, strict=True)):
-            # What takes time grows with the parameters, so it waits for the first of several plans to be launched.
-            if number == min(1, len(plans.plans) - 1) and not plans.hold(optimizer.param_groups, subset is None):
-                break
-            if number == 0 and subset is None and not plans.hold_first(optimizer.param_groups):
+            # Looking at all parameters takes time, so it waits for the first of several plans to be launched.
+            if number == 0 and len(plans.plans) > 1:
+                held = subset is not None or plans.hold_first(optimizer.param_groups)
+            elif number <= 1:
+                held = plans.hold(optimizer.param_groups, whole=subset is None)
+            if not held:
                 break
             chosen = [hyper[index] for index in groups]
             if plan.is_current(chosen):

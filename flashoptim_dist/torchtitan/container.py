@@ -20,6 +20,7 @@ from torchtitan.tools.logging import logger
 
 from flashoptim_dist.formats import canonical_name
 from flashoptim_dist.optim.base import FlashOptimizer
+from flashoptim_dist.optim.checks import check_switch
 from flashoptim_dist.torchtitan import groups
 from flashoptim_dist.torchtitan.flat_state import flat_state, load_flat_state
 from flashoptim_dist.torchtitan.precision import describe_fp32_weights
@@ -248,10 +249,8 @@ def _check_types(config: FlashOptimizersContainer.Config) -> None:
         )
     if config.lr is None:
         raise ValueError("optimizer.lr is None, and must be a number")
-    if not isinstance(config.decay_norms_and_embeddings, bool):
-        raise ValueError(
-            f"optimizer.decay_norms_and_embeddings must be True or False, got {config.decay_norms_and_embeddings!r}"
-        )
+    switch = "decay_norms_and_embeddings"
+    check_switch({switch: config.decay_norms_and_embeddings}, switch, "optimizer.")
     ours = [name for name in config.optimizer_factory_kwargs_by_name if name in groups.FLASH_OPTIMIZERS]
     if ours:
         raise ValueError(

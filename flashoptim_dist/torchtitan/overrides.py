@@ -27,6 +27,16 @@ _KEPT_BY_ALL = ("lr", "weight_decay", "maximize")
 """What a group of Adam or AdamW hands on to another kind of optimizer."""
 
 
+def check_plain(config: Any, ours: type, subject: str, end: str) -> None:
+    """Check that a config is torchtitan's plain one, the base of ``ours``, or ours: of others ``derive`` loses fields.
+
+    Raises:
+        TypeError: it is of another kind; ``end`` says what would put an end to that, and the way out.
+    """
+    if type(config) not in (ours.__base__, ours):
+        raise TypeError(f"{subject} is a {type(config).__qualname__}, whose own doings {end}")
+
+
 def _register(target: type, description: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register an override under the package's name, which is shorter to type than this module's."""
 
@@ -74,21 +84,24 @@ def flash_sgdw(config: Any, **options: Any) -> FlashOptimizersContainer.Config:
 @_register(CheckpointManager.Config, "final model-only checkpoint with the corrections applied")
 def export_master_weights(config: Any) -> FlashCheckpointManager.Config:
     """Let the last, model-only checkpoint hold the master weights instead of the 16-bit ones."""
-    if type(config) not in (CheckpointManager.Config, FlashCheckpointManager.Config):
-        raise TypeError(
-            f"the config's checkpoint is a {type(config).__qualname__}, whose own doings the export of master weights "
-            "would end: leave it out, or choose a config with torchtitan's plain CheckpointManager"
-        )
+    check_plain(
+        config,
+        FlashCheckpointManager.Config,
+        "the config's checkpoint",
+        "the export of master weights would end: leave it out, or choose a config with torchtitan's plain "
+        "CheckpointManager",
+    )
     result: FlashCheckpointManager.Config = derive(config, FlashCheckpointManager.Config)
     return result
 
 
 def _replaced(config: Any, name: str, options: dict[str, Any]) -> FlashOptimizersContainer.Config:
-    if type(config) not in (OptimizersContainer.Config, FlashOptimizersContainer.Config):
-        raise TypeError(
-            f"the config's optimizer is a {type(config).__qualname__}, whose own doings {name} would end; choose a "
-            "config with torchtitan's plain OptimizersContainer"
-        )
+    check_plain(
+        config,
+        FlashOptimizersContainer.Config,
+        "the config's optimizer",
+        f"{name} would end; choose a config with torchtitan's plain OptimizersContainer",
+    )
     if isinstance(config, FlashOptimizersContainer.Config) and config.optimizer_name != name:
         raise ValueError(
             f"the config is for {config.optimizer_name} already, whose options would become {name}'s: give "

@@ -15,11 +15,10 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.llama3 import model_registry as llama3_models
 from torchtitan.models.llama3.config_registry import llama3_8b, llama3_70b, llama3_debugmodel
-from torchtitan.trainer import Trainer
 
 from flashoptim_dist.torchtitan import groups
 from flashoptim_dist.torchtitan.container import FlashOptimizersContainer
-from flashoptim_dist.torchtitan.overrides import export_master_weights, flash_adamw
+from flashoptim_dist.torchtitan.overrides import check_plain, export_master_weights, flash_adamw
 from flashoptim_dist.torchtitan.trainer import FlashTrainer
 
 
@@ -33,12 +32,13 @@ def with_flash_adamw(config: Any, **options: Any) -> FlashTrainer.Config:
     Raises:
         TypeError: the config is for a trainer of its own, whose doings would be lost.
     """
-    if type(config) not in (Trainer.Config, FlashTrainer.Config):
-        raise TypeError(
-            f"the config is a {type(config).__qualname__}, whose own doings FlashTrainer would end: keep it, and add "
-            "--training.dtype bfloat16 and --override.imports flashoptim_dist.torchtitan.flash_adamw "
-            "flashoptim_dist.torchtitan.export_master_weights"
-        )
+    check_plain(
+        config,
+        FlashTrainer.Config,
+        "the config",
+        "FlashTrainer would end: keep it, and add --training.dtype bfloat16 and --override.imports "
+        "flashoptim_dist.torchtitan.flash_adamw flashoptim_dist.torchtitan.export_master_weights",
+    )
     checkpoint = config.checkpoint
     if isinstance(checkpoint, CheckpointManager.Config):
         checkpoint = export_master_weights(checkpoint)

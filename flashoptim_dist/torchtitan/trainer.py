@@ -10,6 +10,7 @@ from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.trainer import Trainer
 
 from flashoptim_dist.optim.base import FlashOptimizer
+from flashoptim_dist.optim.checks import check_switch
 from flashoptim_dist.release import GradientRelease, enable_gradient_release
 
 
@@ -80,8 +81,7 @@ class FlashTrainer(Trainer):
 
 def _check(config: Any) -> None:
     options = config.gradient_release
-    if not isinstance(options.enable, bool):
-        raise ValueError(f"gradient_release.enable must be True or False, got {options.enable!r}")
+    check_switch({"enable": options.enable}, "enable", "gradient_release.")
     if options.clipping not in ("global", "parameter", "none"):
         raise ValueError(f"gradient_release.clipping is {options.clipping!r}, and must be global, parameter or none")
     if not options.enable:
