@@ -96,12 +96,11 @@ class Staging:
 
 def blocks(task: ParameterStep, limit: int, staging: Staging) -> Iterator[Block]:
     """Cut a parameter into blocks of at most ``limit`` elements (but at least one group).
-
     Each block must be stepped before the next one is asked for; copies are written back then.
     """
     if task.layout.numel == 0:
         return
-    if _is_flat(task):
+    if is_flat(task) and has_whole_groups(task):
         yield from _flat_blocks(task, limit)
     else:
         yield from staged_blocks(((task, box) for box in _boxes(task, limit)), limit, staging)
@@ -118,13 +117,15 @@ def boxes_of_small(task: ParameterStep, limit: int) -> list[_Box] | None:
 # ------------------------------------------------------------------------------------------- views
 
 
-def _is_flat(task: ParameterStep) -> bool:
-    """Return whether memory order is row after row, in whole groups."""
-    if not (task.weight.is_contiguous() and task.gradient.is_contiguous()):
-        return False
-    if task.compressed:
-        return task.layout.length % GROUP_SIZE == 0
-    return task.layout.index_base is not None
+def is_flat(task: ParameterStep) -> bool:
+    """Return whether memory order is row after row."""
+    contiguous = task.weight.is_contiguous() and task.gradient.is_contiguous()
+    return contiguous and (task.compressed or task.layout.index_base is not None)
+
+
+def has_whole_groups(task: ParameterStep) -> bool:
+    """Return whether no row ends within a group whose elements share a scale."""
+    return not task.compressed or task.layout.length % GROUP_SIZE == 0
 
 
 def _flat_blocks(task: ParameterStep, limit: int) -> Iterator[Block]:
@@ -147,12 +148,13 @@ def _flat_blocks(task: ParameterStep, limit: int) -> Iterator[Block]:
             ),
             scalars=task.scalars,
             gradient_factor=task.gradient_factor,
-            noise_start=_flat_noise_start(task, first, groups),
+            noise_start=flat_noise_start(task, first, groups),
             step=task.step,
         )
 
 
-def _flat_noise_start(task: ParameterStep, first: int, groups: slice) -> int | Tensor | None:
+def flat_noise_start(task: ParameterStep, first: int, groups: slice) -> int | Tensor | None:
+    """Return a block's ``noise_start``: of element ``first``, where all are consecutive, else of some groups."""
     if task.noise_key is None:
         return None
     layout = task.layout

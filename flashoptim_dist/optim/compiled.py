@@ -1,38 +1,50 @@
-"""The step of a block on CPU through torch.compile, where that pays: the definition's bits at the speed of memory.
+"""The step of a block on CPU through a compiled kernel: the definition's bits, in one pass over memory.
 
-The kernel is in ``inductor``. It is compiled once per kind of block (dtypes, rule, rounding) for every length, and
-no number that changes between steps compiles them again.
+The kernels are in ``native``; Numba compiles one per kind of block (dtypes, rule, rounding), in some seconds, and keeps
+them on disk. A block's groups are shared out among as many threads as torch has.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import concurrent.futures
 import functools
+import importlib.util
 import os
-import shutil
-import sys
-import sysconfig
 import warnings
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flashoptim_dist.formats import GROUP_SIZE
 from flashoptim_dist.formats.rounding import rotation
 from flashoptim_dist.optim import eager
-from flashoptim_dist.optim.blocks import Block, MomentTensors
-from flashoptim_dist.optim.inductor import AT_RUN_TIME, UpdateKind, update_kernel
-from flashoptim_dist.optim.rules import Rule
-from flashoptim_dist.optim.scratch import Scratch
+from flashoptim_dist.optim.blocks import Block, ParameterStep, flat_noise_start
+from flashoptim_dist.optim.rules import (
+    AdamScalars,
+    LionScalars,
+    Rule,
+    SgdScalars,
+    adam_update,
+    lion_update,
+    sgd_update,
+)
+
+if TYPE_CHECKING:
+    from flashoptim_dist.optim.native import Kind
+
+Kernel = Callable[..., None]
 
 Choice = Literal["auto", "compiled", "eager"]
 
-WORTHWHILE_ELEMENTS = 20_000_000
+WORTHWHILE_ELEMENTS = 1_000_000
 """In "auto", elements in one step() from which kernels are compiled; see docs/performance.md."""
 
-_FEWEST_GROUPS = 512
+_FEWEST_GROUPS_PER_THREAD = 1024
+_SHARES_PER_THREAD = 4
+_MOST_STARTS = 1 << 17
 
 _choice: Choice = "auto"
 _failed = False
@@ -42,9 +54,9 @@ def cpu_backend(choice: Choice | None = None) -> Choice:
     """Set, if given, and return how this process steps CPU tensors. Results are the same bits in every case.
 
     Args:
-        choice: "compiled": by torch.compile, which takes seconds once per kind of parameter and needs a C++ compiler.
-            "eager": by torch operations. "auto", the default: compiled from 20 million elements per step on, where
-            there is a C++ compiler; eager else.
+        choice: "compiled": by kernels that Numba compiles, which takes seconds once per kind of parameter and machine.
+            "eager": by torch operations, three to seven times slower. "auto", the default: compiled from a million
+            elements per step on, where Numba is installed; eager else.
 
     Raises:
         ValueError: another choice.
@@ -66,40 +78,23 @@ def use_compiled(elements: int) -> bool:
 
 @functools.cache
 def has_compiler() -> bool:
-    """Return whether there is what torch.compile needs on CPU: a C++ compiler and Python's headers."""
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++").split()
-    return bool(
-        sys.platform != "win32"
-        and compiler
-        and shutil.which(compiler[0])
-        and Path(sysconfig.get_paths()["include"], "Python.h").exists()
-    )
+    """Return whether Numba is installed."""
+    return importlib.util.find_spec("numba") is not None
 
 
-def step_block(block: Block, rule: Rule, scratch: Scratch) -> None:
-    """Update the weight, the correction and the moments of a block of CPU tensors in place.
-
-    Blocks that no kernel takes (very short ones, ones whose length is no multiple of 32, rules that keep something) go
-    through ``eager``; so does everything, after one warning, where compiling fails.
+def kernel_for(task: ParameterStep, rule: Rule) -> Kernel | None:
+    """Return the kernel that steps a parameter on CPU, compiled; None if there is none: for rules that keep something,
+    and for all, after one warning, where compiling fails.
     """
     global _failed
-    elements = block.weight.numel()
-    fewest = _FEWEST_GROUPS if _choice == "auto" else 2
-    if _failed or elements % GROUP_SIZE or elements < fewest * GROUP_SIZE or getattr(rule, "__closure__", None):
-        eager.step_block(block, rule, scratch)
-        return
-    kind = _kind_of(block, rule)
-    if kind not in _tried:
-        try:
-            # Here nothing is lost if compiling fails.
-            _run(_empty_block_like(block), kind, scratch)
-        except Exception as error:  # whatever the compiler raises
-            _failed = True
-            _warn(error)
-            eager.step_block(block, rule, scratch)
-            return
-        _tried.add(kind)
-    _run(block, kind, scratch)
+    if _failed or rule not in _RULES:
+        return None
+    try:
+        return _kernel_of(_kind_of(task, rule))
+    except Exception as error:  # whatever the compiler raises
+        _failed = True
+        _warn(error)
+        return None
 
 
 def _warn(error: Exception) -> None:
@@ -108,96 +103,155 @@ def _warn(error: Exception) -> None:
         "the CPU step could not be compiled and runs in eager mode: slower, with the same results "
         f"({type(error).__name__}: {reason}). flashoptim_dist.optim.cpu_backend('eager') silences this",
         RuntimeWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
 
 
-# ------------------------------------------------------------------------------------------- a block
+# ------------------------------------------------------------------------------------------- kinds and numbers
 
 
-_tried: set[UpdateKind] = set()
+_RULES: tuple[Rule, ...] = (adam_update, lion_update, sgd_update)
+_NONE = np.empty(0, np.int8)
 
 
-def _kind_of(block: Block, rule: Rule) -> UpdateKind:
-    splits = (
-        block.correction is not None and block.correction.dtype == torch.int8 and block.weight.dtype == torch.bfloat16
+def _kind_of(task: ParameterStep, rule: Rule) -> Kind:
+    from flashoptim_dist.optim import native
+
+    dtypes = {torch.float32: native.FP32, torch.bfloat16: native.BF16, torch.float16: native.FP16}
+    if rule is sgd_update:
+        number = native.SGD if task.moments else native.PLAIN_SGD
+    else:
+        number = native.ADAM if rule is adam_update else native.LION
+    rounds_weight = eager.drops_bits(task.weight, task.correction)
+    return native.Kind(
+        rule=number,
+        weight=dtypes[task.weight.dtype],
+        bits=0 if task.correction is None else task.correction.dtype.itemsize * 8,
+        gradient=dtypes[task.gradient.dtype],
+        compressed=task.compressed,
+        stochastic=task.noise_key is not None and (task.compressed or rounds_weight),
+        nesterov=rule is sgd_update and task.scalars.nesterov,
     )
-    return UpdateKind(
-        rule=rule,
-        scalars=_template(block.scalars),
-        signed=tuple(moment.signed for moment in block.moments),
-        compressed=block.compressed,
-        gradient_dtype=torch.float32 if block.gradient.dtype == torch.float16 else block.gradient.dtype,
-        scales_gradient=block.gradient_factor != 1.0,
-        stochastic=eager.needs_noise(block),
-        splits=splits,
-        gives_noise=eager.rounds_weights_stochastically(block) and not splits,
-        one_thread=torch.get_num_threads() == 1,
+
+
+def _row_length(task: ParameterStep) -> int:
+    """Return the elements of a row that groups do not cross."""
+    return task.layout.length if task.compressed else task.layout.numel
+
+
+@functools.cache
+def _kernel_of(kind: Kind) -> Kernel:
+    from flashoptim_dist.optim import native
+
+    kernel = native.step_kernel(kind)
+    none, pattern = np.int8, np.int16
+    number = (np.float32, pattern, pattern)
+    momentum, variance = (np.int8, np.uint8) if kind.compressed else (np.float32, np.float32)
+    scale = pattern if kind.compressed else none
+    has_momentum, has_variance = kind.rule != native.PLAIN_SGD, kind.rule == native.ADAM
+    dtypes = (
+        number[kind.weight],
+        pattern if kind.bits == 16 else np.int8,
+        number[kind.gradient],
+        *((momentum, scale) if has_momentum else (none, none)),
+        *((variance, scale) if has_variance else (none, none)),
+        np.int32,
     )
+    # A call without work compiles: nothing is lost if that fails.
+    numbers = np.zeros(10, np.float32)
+    kernel(0, 0, 1, 1, *(np.empty(0, dtype) for dtype in dtypes), 0, np.int32(0), numbers)
+    return kernel
 
 
-@functools.lru_cache(maxsize=64)
-def _template(scalars: Any) -> Any:
-    """Return scalars with a mark in place of each one that may differ in the next step."""
-    given, lasting = eager.scalar_tensors(scalars), getattr(scalars, "lasting", ())
-    marks = {
-        field.name: getattr(scalars, field.name) if field.name in lasting else AT_RUN_TIME
-        for field in dataclasses.fields(given)
-        if isinstance(getattr(given, field.name), Tensor)
-    }
-    return dataclasses.replace(given, **marks)
+@functools.lru_cache(maxsize=256)
+def _numbers(scalars: Any, factor: float) -> np.ndarray[Any, Any]:
+    """Return a rule's numbers in the order that the kernels know: factor on the gradient, decay, L2, and its own."""
+    own: tuple[float, ...]
+    if isinstance(scalars, AdamScalars):
+        beta1, beta2 = scalars.beta1, scalars.beta2
+        own = (scalars.step_size, beta1, 1.0 - beta1, beta2, 1.0 - beta2, scalars.correction2, scalars.eps)
+    elif isinstance(scalars, LionScalars):
+        beta1, beta2 = scalars.beta1, scalars.beta2
+        own = (scalars.lr, beta1, 1.0 - beta1, beta2, 1.0 - beta2)
+    else:
+        assert isinstance(scalars, SgdScalars)
+        own = (scalars.lr, scalars.momentum, scalars.gain)
+    return np.array((factor, scalars.decay, getattr(scalars, "l2", 0.0), *own), np.float32)
 
 
-def _run(block: Block, kind: UpdateKind, scratch: Scratch) -> None:
-    grouped = (-1, GROUP_SIZE)
-    views = scratch.views(block.weight.numel(), len(block.moments))
-    gradient = block.gradient
-    if gradient.dtype == torch.float16:  # torch.compile does not like it beside bf16
-        gradient = views.gradient.copy_(gradient)
-    weight = block.weight if kind.splits else eager.load_master(block, views)
-    correction = block.correction.view(grouped) if kind.splits and block.correction is not None else None
-    given = eager.scalar_tensors(block.scalars)
-    numbers = [
-        getattr(given, field.name)
-        for field in dataclasses.fields(given)
-        if getattr(kind.scalars, field.name) is AT_RUN_TIME
-    ]
-    noise, start = None, block.noise_start
-    if kind.stochastic and start is not None:
-        if not isinstance(start, Tensor):
-            start = (views.group_ramp + start).view(-1, 1)
-        noise = (start, views.lanes)
-    update_kernel(kind)(
-        weight.view(grouped),
-        correction,
-        gradient.view(grouped),
-        torch.tensor(block.gradient_factor, dtype=torch.float64, device="cpu"),
-        [moment.values.view(grouped) for moment in block.moments],
-        [moment.scale.view(-1, 1) for moment in block.moments if moment.scale is not None],
-        noise,
-        torch.tensor(rotation(block.step), dtype=torch.int32, device="cpu"),
-        views.words.view(grouped) if kind.gives_noise else None,
-        numbers,
-    )
-    if not kind.splits:
-        eager.store_master(block, weight, views.words if kind.gives_noise else None, views)
+# ------------------------------------------------------------------------------------------- arrays and threads
 
 
-def _empty_block_like(block: Block) -> Block:
-    """Return a block of 4 groups of zeros of the same kind."""
-    elements = 4 * GROUP_SIZE
+def _array(tensor: Tensor | None) -> np.ndarray[Any, Any]:
+    """Return a tensor's memory; numbers of 16 bits as int16."""
+    if tensor is None:
+        return _NONE
+    tensor = tensor.detach()
+    if tensor.dtype in (torch.bfloat16, torch.float16):
+        tensor = tensor.view(torch.int16)
+    return tensor.resolve_neg().view(-1).numpy()
 
-    def zeros(like: Tensor, count: int = elements) -> Tensor:
-        return torch.zeros(count, dtype=like.dtype, device="cpu")
 
-    return dataclasses.replace(
-        block,
-        weight=zeros(block.weight),
-        gradient=zeros(block.gradient),
-        correction=None if block.correction is None else zeros(block.correction),
-        moments=tuple(
-            MomentTensors(moment.signed, zeros(moment.values), None if moment.scale is None else zeros(moment.scale, 4))
-            for moment in block.moments
-        ),
-        noise_start=None if block.noise_start is None else 0,
-    )
+def step_parameter(task: ParameterStep, kernel: Kernel) -> None:
+    """Update a parameter that lies in memory row after row (``blocks.is_flat``)."""
+    arrays = _arrays(task)
+    length = _row_length(task)
+    groups_per_row = -(-length // GROUP_SIZE)
+    groups = task.layout.numel // length * groups_per_row
+    numbers = _numbers(task.scalars, task.gradient_factor)
+    # Where elements are not consecutive in the global tensor, every group's hash input takes memory.
+    size = groups if task.noise_key is None or task.layout.index_base is not None else _MOST_STARTS
+    for first in range(0, groups, size):
+        last = min(first + size, groups)
+        start = flat_noise_start(task, 0, slice(first, last))
+        _share_out(kernel, first, last, length, groups_per_row, *arrays, *_noise(start, first, task.step), numbers)
+
+
+def step_block(block: Block, kernel: Kernel) -> None:
+    """Update a block of whole groups."""
+    groups = block.weight.numel() // GROUP_SIZE
+    numbers = _numbers(block.scalars, block.gradient_factor)
+    noise = _noise(block.noise_start, 0, block.step)
+    _share_out(kernel, 0, groups, GROUP_SIZE, 1, *_arrays(block), *noise, numbers)
+
+
+def _arrays(step: ParameterStep | Block) -> list[np.ndarray[Any, Any]]:
+    of_moments = [array for moment in step.moments for array in (_array(moment.values), _array(moment.scale))]
+    arrays = [_array(step.weight), _array(step.correction), _array(step.gradient), *of_moments]
+    return arrays + [_NONE] * (7 - len(arrays))
+
+
+def _noise(start: int | Tensor | None, first: int, step: int) -> tuple[np.ndarray[Any, Any], int, np.int32]:
+    if isinstance(start, Tensor):
+        return _array(start), first, np.int32(rotation(step))
+    return np.array([start or 0], np.int32), -1, np.int32(rotation(step))
+
+
+def _share_out(kernel: Kernel, first: int, last: int, *arguments: Any) -> None:
+    """Call a kernel for the groups from ``first`` to ``last``, some at a time, in this thread and others: more shares
+    than threads, so that a thread that lost its core to another program holds up little.
+    """
+    threads = min(torch.get_num_threads(), (last - first) // _FEWEST_GROUPS_PER_THREAD)
+    if threads <= 1:
+        kernel(first, last, *arguments)
+        return
+    size = max(_FEWEST_GROUPS_PER_THREAD, -(-(last - first) // (threads * _SHARES_PER_THREAD)))
+    shares = iter(range(first, last, size))  # taking the next is atomic
+
+    def work() -> None:
+        for start in shares:
+            kernel(start, min(start + size, last), *arguments)
+
+    pool = _pool(torch.get_num_threads() - 1, os.getpid())
+    others = [pool.submit(work) for _ in range(threads - 1)]
+    try:
+        work()
+    finally:
+        for other in others:
+            other.result()
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(threads: int, process: int) -> concurrent.futures.ThreadPoolExecutor:
+    """Return this process's threads: after a fork there are none of the old ones."""
+    return concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="flashoptim-step")

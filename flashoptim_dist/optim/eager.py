@@ -90,9 +90,12 @@ def needs_noise(block: Block) -> bool:
 
 def rounds_weights_stochastically(block: Block) -> bool:
     """Return whether the weight drops bits by noise: 16 bits of correction, or fp32, hold all there is."""
-    if block.noise_start is None or block.weight.dtype not in SPLIT_DTYPES:
-        return False
-    return block.correction is None or block.correction.dtype == torch.int8
+    return block.noise_start is not None and drops_bits(block.weight, block.correction)
+
+
+def drops_bits(weight: Tensor, correction: Tensor | None) -> bool:
+    """Return whether a stored weight holds less than the fp32 one."""
+    return weight.dtype in SPLIT_DTYPES and (correction is None or correction.dtype == torch.int8)
 
 
 @lru_cache(maxsize=64)

@@ -1,6 +1,7 @@
 """The step in pure torch, on any device: in blocks, so that temporary memory stays bounded whatever the parameter.
 
-On CPU a block is stepped by ``eager``; anywhere else by ``definition``. Both give the same bits.
+On CPU a block is stepped by ``eager``, or by a kernel of ``compiled``, which takes a parameter that lies in memory row
+after row as it is; anywhere else by ``definition``. All give the same bits.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from flashoptim_dist.optim.blocks import (
     _Box,
     blocks,
     boxes_of_small,
+    is_flat,
     staged_blocks,
 )
 from flashoptim_dist.optim.rules import Rule
@@ -25,7 +27,7 @@ from flashoptim_dist.optim.scratch import scratch_of_thread
 __all__ = ["CHUNK_ELEMENTS", "MomentTensors", "ParameterStep", "Rule", "step_parameter", "step_parameters"]
 
 CHUNK_ELEMENTS = 1 << 19
-"""Most elements per block: a call of a compiled kernel is dear. Working memory is some 30 bytes for each."""
+"""Most elements per block, except in eager mode on CPU. Working memory is some 30 bytes for each."""
 
 _EAGER_ELEMENTS_PER_THREAD, _MOST_EAGER_ELEMENTS = 1 << 17, 1 << 20
 """In eager mode, which passes over a block many times, more would leave the cores' caches; fewer pay torch's calls."""
@@ -53,36 +55,41 @@ def step_parameters(tasks: Sequence[tuple[ParameterStep, Rule]], chunk_elements:
     scratch = scratch_of_thread()
     elements = sum(task.layout.numel for task, _ in tasks if task.weight.device.type == "cpu")
     compiles = compiled.use_compiled(elements)
-    on_cpu = compiled.step_block if compiles else eager.step_block
-    if chunk_elements is None:
-        in_eager_mode = _EAGER_ELEMENTS_PER_THREAD * torch.get_num_threads()
-        chunk_elements = CHUNK_ELEMENTS if compiles or not elements else min(_MOST_EAGER_ELEMENTS, in_eager_mode)
+    in_eager_mode = min(_MOST_EAGER_ELEMENTS, _EAGER_ELEMENTS_PER_THREAD * torch.get_num_threads())
 
-    def step(pieces: Iterable[Block], rule: Rule) -> None:
+    def step(pieces: Iterable[Block], rule: Rule, kernel: compiled.Kernel | None) -> None:
         for block in pieces:
-            if block.weight.device.type == "cpu":
-                on_cpu(block, rule, scratch)
+            if kernel is not None:
+                compiled.step_block(block, kernel)
+            elif block.weight.device.type == "cpu":
+                eager.step_block(block, rule, scratch)
             else:
                 definition.step_block(block, rule)
 
-    alike: dict[object, list[tuple[ParameterStep, Rule]]] = {}
+    alike: dict[tuple[object, compiled.Kernel | None, int], list[tuple[ParameterStep, Rule]]] = {}
     for task, rule in tasks:
         if task.layout.numel == 0:
             continue
-        if task.layout.numel <= min(_SMALL_ELEMENTS, chunk_elements):
-            alike.setdefault(_kind(task, rule), []).append((task, rule))
+        on_cpu = task.weight.device.type == "cpu"
+        kernel = compiled.kernel_for(task, rule) if compiles and on_cpu else None
+        if kernel is not None and is_flat(task):
+            compiled.step_parameter(task, kernel)
+            continue
+        limit = chunk_elements or (in_eager_mode if on_cpu and kernel is None else CHUNK_ELEMENTS)
+        if task.layout.numel <= min(_SMALL_ELEMENTS, limit):
+            alike.setdefault((_kind(task, rule), kernel, limit), []).append((task, rule))
         else:
-            step(blocks(task, chunk_elements, scratch.staging), rule)
-    for group in alike.values():
+            step(blocks(task, limit, scratch.staging), rule, kernel)
+    for (_, kernel, limit), group in alike.items():
         rule = group[0][1]
         together: list[tuple[ParameterStep, _Box]] = []
         for task, _ in group:
-            boxes = boxes_of_small(task, chunk_elements) if len(group) > 1 else None
+            boxes = boxes_of_small(task, limit) if len(group) > 1 else None
             if boxes is None:
-                step(blocks(task, chunk_elements, scratch.staging), rule)
+                step(blocks(task, limit, scratch.staging), rule, kernel)
             else:
                 together.extend((task, box) for box in boxes)
-        step(staged_blocks(together, chunk_elements, scratch.staging), rule)
+        step(staged_blocks(together, limit, scratch.staging), rule, kernel)
 
 
 def _kind(task: ParameterStep, rule: Rule) -> object:
