@@ -17,7 +17,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numba
+import numba.extending
 import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
 
 from flashoptim_dist.formats.moments import LARGEST_MOMENTUM_SCALE, LARGEST_TOP, SPAN, TOP_SHIFT
 from flashoptim_dist.formats.rounding import HASH_MULTIPLIER, HASH_SHIFTS, HASH_STRIDE, as_int32
@@ -61,6 +64,17 @@ _FP16_SMALLEST_NORMAL = np.float32(2.0**-14)
 _LARGEST_FP16_IN_FP32 = (_LARGEST_FP16 << 13) + 0x1FFF
 
 _inlined: Callable[[Any], Any] = numba.njit(nogil=True, error_model="numpy")
+
+
+@numba.extending.intrinsic
+def _stack(typing_context, dtype):
+    """Return memory for a group's numbers on the stack: the compiler sees that no argument lies there."""
+
+    def generate(context, builder, signature, arguments):
+        group = ir.ArrayType(context.get_data_type(dtype.dtype), GROUP_SIZE)
+        return builder.bitcast(cgutils.alloca_once(builder, group), context.get_value_type(signature.return_type))
+
+    return numba.types.CPointer(dtype.dtype)(dtype), generate
 
 
 @_inlined
@@ -242,10 +256,10 @@ def step_kernel(kind: Kind) -> Callable[..., None]:
         rotation,
         numbers,
     ):
-        masters = np.empty(GROUP_SIZE, np.float32)
-        firsts = np.empty(GROUP_SIZE, np.float32)
-        seconds = np.empty(GROUP_SIZE, np.float32)
-        noise = np.zeros(GROUP_SIZE, np.int32)
+        masters = numba.carray(_stack(np.float32), (GROUP_SIZE,), np.float32)
+        firsts = numba.carray(_stack(np.float32), (GROUP_SIZE,), np.float32)
+        seconds = numba.carray(_stack(np.float32), (GROUP_SIZE,), np.float32)
+        noise = numba.carray(_stack(np.int32), (GROUP_SIZE,), np.int32)
         # Read once: for all that the compiler knows, the weights lie in the same memory.
         factor, decay, l2 = numbers[0], numbers[1], numbers[2]
         lr = beta1 = rest1 = beta2 = rest2 = correction2 = eps = _ZERO
