@@ -119,7 +119,9 @@ def boxes_of_small(task: ParameterStep, limit: int) -> list[_Box] | None:
 
 def is_flat(task: ParameterStep) -> bool:
     """Return whether memory order is row after row."""
-    contiguous = task.weight.is_contiguous() and task.gradient.is_contiguous()
+    tensors = [task.weight, task.gradient, task.correction]
+    tensors += [tensor for moment in task.moments for tensor in (moment.values, moment.scale)]
+    contiguous = all(tensor is None or tensor.is_contiguous() for tensor in tensors)
     return contiguous and (task.compressed or task.layout.index_base is not None)
 
 

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,9 +32,6 @@ from flashoptim_dist.optim.rules import (
     sgd_update,
 )
 
-if TYPE_CHECKING:
-    from flashoptim_dist.optim.native import Kind
-
 Kernel = Callable[..., None]
 
 Choice = Literal["auto", "compiled", "eager"]
@@ -43,7 +40,7 @@ WORTHWHILE_ELEMENTS = 1_000_000
 """In "auto", elements in one step() from which kernels are compiled; see docs/performance.md."""
 
 _FEWEST_GROUPS_PER_THREAD = 1024
-_SHARES_PER_THREAD = 4
+_SHARES_PER_THREAD = 16
 _MOST_STARTS = 1 << 17
 
 _choice: Choice = "auto"
@@ -89,8 +86,20 @@ def kernel_for(task: ParameterStep, rule: Rule) -> Kernel | None:
     global _failed
     if _failed or rule not in _RULES:
         return None
+    correction = None if task.correction is None else task.correction.dtype
+    nesterov = rule is sgd_update and task.scalars.nesterov
+    rounds = task.noise_key is not None and (task.compressed or eager.drops_bits(task.weight, task.correction))
     try:
-        return _kernel_of(_kind_of(task, rule))
+        return _kernel(
+            rule,
+            bool(task.moments),
+            task.weight.dtype,
+            correction,
+            task.gradient.dtype,
+            task.compressed,
+            rounds,
+            nesterov,
+        )
     except Exception as error:  # whatever the compiler raises
         _failed = True
         _warn(error)
@@ -107,60 +116,33 @@ def _warn(error: Exception) -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------- kinds and numbers
+# ------------------------------------------------------------------------------------------- kernels and numbers
 
 
 _RULES: tuple[Rule, ...] = (adam_update, lion_update, sgd_update)
-_NONE = np.empty(0, np.int8)
 
 
-def _kind_of(task: ParameterStep, rule: Rule) -> Kind:
+@functools.cache
+def _kernel(
+    rule: Rule,
+    has_moments: bool,
+    weight: torch.dtype,
+    correction: torch.dtype | None,
+    gradient: torch.dtype,
+    compressed: bool,
+    stochastic: bool,
+    nesterov: bool,
+) -> Kernel:
     from flashoptim_dist.optim import native
 
     dtypes = {torch.float32: native.FP32, torch.bfloat16: native.BF16, torch.float16: native.FP16}
     if rule is sgd_update:
-        number = native.SGD if task.moments else native.PLAIN_SGD
+        number = native.SGD if has_moments else native.PLAIN_SGD
     else:
         number = native.ADAM if rule is adam_update else native.LION
-    rounds_weight = eager.drops_bits(task.weight, task.correction)
-    return native.Kind(
-        rule=number,
-        weight=dtypes[task.weight.dtype],
-        bits=0 if task.correction is None else task.correction.dtype.itemsize * 8,
-        gradient=dtypes[task.gradient.dtype],
-        compressed=task.compressed,
-        stochastic=task.noise_key is not None and (task.compressed or rounds_weight),
-        nesterov=rule is sgd_update and task.scalars.nesterov,
-    )
-
-
-def _row_length(task: ParameterStep) -> int:
-    """Return the elements of a row that groups do not cross."""
-    return task.layout.length if task.compressed else task.layout.numel
-
-
-@functools.cache
-def _kernel_of(kind: Kind) -> Kernel:
-    from flashoptim_dist.optim import native
-
-    kernel = native.step_kernel(kind)
-    none, pattern = np.int8, np.int16
-    number = (np.float32, pattern, pattern)
-    momentum, variance = (np.int8, np.uint8) if kind.compressed else (np.float32, np.float32)
-    scale = pattern if kind.compressed else none
-    has_momentum, has_variance = kind.rule != native.PLAIN_SGD, kind.rule == native.ADAM
-    dtypes = (
-        number[kind.weight],
-        pattern if kind.bits == 16 else np.int8,
-        number[kind.gradient],
-        *((momentum, scale) if has_momentum else (none, none)),
-        *((variance, scale) if has_variance else (none, none)),
-        np.int32,
-    )
-    # A call without work compiles: nothing is lost if that fails.
-    numbers = np.zeros(10, np.float32)
-    kernel(0, 0, 1, 1, *(np.empty(0, dtype) for dtype in dtypes), 0, np.int32(0), numbers)
-    return kernel
+    bits = 0 if correction is None else correction.itemsize * 8
+    kind = native.Kind(number, dtypes[weight], bits, dtypes[gradient], compressed, stochastic, nesterov)
+    return native.step_kernel(kind)
 
 
 @functools.lru_cache(maxsize=256)
@@ -179,76 +161,89 @@ def _numbers(scalars: Any, factor: float) -> np.ndarray[Any, Any]:
     return np.array((factor, scalars.decay, getattr(scalars, "l2", 0.0), *own), np.float32)
 
 
-# ------------------------------------------------------------------------------------------- arrays and threads
+# ------------------------------------------------------------------------------------------- shares
 
 
-def _array(tensor: Tensor | None) -> np.ndarray[Any, Any]:
-    """Return a tensor's memory; numbers of 16 bits as int16."""
-    if tensor is None:
-        return _NONE
-    tensor = tensor.detach()
-    if tensor.dtype in (torch.bfloat16, torch.float16):
-        tensor = tensor.view(torch.int16)
-    return tensor.resolve_neg().view(-1).numpy()
+class Shares:
+    """Groups of parameters that wait to be stepped, all at once, by as many threads as torch has."""
 
+    def __init__(self) -> None:
+        self._pieces: list[tuple[Kernel, int, int, tuple[Any, ...]]] = []
+        self._kept: list[Tensor] = []
 
-def step_parameter(task: ParameterStep, kernel: Kernel) -> None:
-    """Update a parameter that lies in memory row after row (``blocks.is_flat``)."""
-    arrays = _arrays(task)
-    length = _row_length(task)
-    groups_per_row = -(-length // GROUP_SIZE)
-    groups = task.layout.numel // length * groups_per_row
-    numbers = _numbers(task.scalars, task.gradient_factor)
-    # Where elements are not consecutive in the global tensor, every group's hash input takes memory.
-    size = groups if task.noise_key is None or task.layout.index_base is not None else _MOST_STARTS
-    for first in range(0, groups, size):
-        last = min(first + size, groups)
-        start = flat_noise_start(task, 0, slice(first, last))
-        _share_out(kernel, first, last, length, groups_per_row, *arrays, *_noise(start, first, task.step), numbers)
+    def add(self, task: ParameterStep, kernel: Kernel) -> None:
+        """Add a parameter that lies in memory row after row (``blocks.is_flat``), and stays there."""
+        layout = task.layout
+        length = layout.length if task.compressed else layout.numel
+        groups_per_row = -(-length // GROUP_SIZE)
+        groups = layout.numel // length * groups_per_row
+        common = (length, groups_per_row, *self._addresses(task))
+        numbers, added = _numbers(task.scalars, task.gradient_factor), rotation(task.step)
+        if task.noise_key is None or layout.index_base is not None:
+            start = flat_noise_start(task, 0, slice(0, groups))
+            self._pieces.append((kernel, 0, groups, (*common, 0, 0, start or 0, added, numbers)))
+            return
+        # Elements are not consecutive in the global tensor: every group's hash input takes memory, for some at a time.
+        for first in range(0, groups, _MOST_STARTS):
+            last = min(first + _MOST_STARTS, groups)
+            starts = flat_noise_start(task, 0, slice(first, last))
+            assert isinstance(starts, Tensor)
+            self._kept.append(starts)
+            self._pieces.append((kernel, first, last, (*common, starts.data_ptr(), first, 0, added, numbers)))
+            self.run()
 
+    def add_block(self, block: Block, kernel: Kernel) -> None:
+        """Add a block of whole groups."""
+        starts, address, start = block.noise_start, 0, 0
+        if isinstance(starts, Tensor):
+            self._kept.append(starts)
+            address = starts.data_ptr()
+        elif starts is not None:
+            start = starts
+        numbers, added = _numbers(block.scalars, block.gradient_factor), rotation(block.step)
+        arguments = (GROUP_SIZE, 1, *self._addresses(block), address, 0, start, added, numbers)
+        self._pieces.append((kernel, 0, block.weight.numel() // GROUP_SIZE, arguments))
 
-def step_block(block: Block, kernel: Kernel) -> None:
-    """Update a block of whole groups."""
-    groups = block.weight.numel() // GROUP_SIZE
-    numbers = _numbers(block.scalars, block.gradient_factor)
-    noise = _noise(block.noise_start, 0, block.step)
-    _share_out(kernel, 0, groups, GROUP_SIZE, 1, *_arrays(block), *noise, numbers)
+    def _addresses(self, step: ParameterStep | Block) -> list[int]:
+        gradient = step.gradient
+        if gradient.is_neg():
+            gradient = gradient.resolve_neg()
+            self._kept.append(gradient)
+        found = [
+            step.weight.data_ptr(),
+            0 if step.correction is None else step.correction.data_ptr(),
+            gradient.data_ptr(),
+        ]
+        for moment in step.moments:
+            found += [moment.values.data_ptr(), 0 if moment.scale is None else moment.scale.data_ptr()]
+        return found + [0] * (7 - len(found))
 
+    def run(self) -> None:
+        """Step all that was added, in this thread and others."""
+        pieces, self._pieces = self._pieces, []
+        groups = sum(last - first for _, first, last, _ in pieces)
+        threads = max(1, min(torch.get_num_threads(), groups // _FEWEST_GROUPS_PER_THREAD))
+        # More shares than threads: one that lost its core to another program holds up little.
+        size = max(_FEWEST_GROUPS_PER_THREAD, groups // (threads * _SHARES_PER_THREAD)) if threads > 1 else groups
+        shares = iter(
+            [
+                (kernel, start, min(start + size, last), arguments)
+                for kernel, first, last, arguments in pieces
+                for start in range(first, last, size)
+            ]
+        )
 
-def _arrays(step: ParameterStep | Block) -> list[np.ndarray[Any, Any]]:
-    of_moments = [array for moment in step.moments for array in (_array(moment.values), _array(moment.scale))]
-    arrays = [_array(step.weight), _array(step.correction), _array(step.gradient), *of_moments]
-    return arrays + [_NONE] * (7 - len(arrays))
+        def work() -> None:
+            for kernel, first, last, arguments in shares:  # taking the next is atomic
+                kernel(first, last, *arguments)
 
-
-def _noise(start: int | Tensor | None, first: int, step: int) -> tuple[np.ndarray[Any, Any], int, np.int32]:
-    if isinstance(start, Tensor):
-        return _array(start), first, np.int32(rotation(step))
-    return np.array([start or 0], np.int32), -1, np.int32(rotation(step))
-
-
-def _share_out(kernel: Kernel, first: int, last: int, *arguments: Any) -> None:
-    """Call a kernel for the groups from ``first`` to ``last``, some at a time, in this thread and others: more shares
-    than threads, so that a thread that lost its core to another program holds up little.
-    """
-    threads = min(torch.get_num_threads(), (last - first) // _FEWEST_GROUPS_PER_THREAD)
-    if threads <= 1:
-        kernel(first, last, *arguments)
-        return
-    size = max(_FEWEST_GROUPS_PER_THREAD, -(-(last - first) // (threads * _SHARES_PER_THREAD)))
-    shares = iter(range(first, last, size))  # taking the next is atomic
-
-    def work() -> None:
-        for start in shares:
-            kernel(start, min(start + size, last), *arguments)
-
-    pool = _pool(torch.get_num_threads() - 1, os.getpid())
-    others = [pool.submit(work) for _ in range(threads - 1)]
-    try:
-        work()
-    finally:
-        for other in others:
-            other.result()
+        others = [_pool(threads - 1, os.getpid()).submit(work) for _ in range(threads - 1)]
+        try:
+            work()
+        finally:
+            for other in others:
+                other.result()
+        self._kept.clear()
 
 
 @functools.lru_cache(maxsize=1)

@@ -77,6 +77,16 @@ def _stack(typing_context, dtype):
     return numba.types.CPointer(dtype.dtype)(dtype), generate
 
 
+@numba.extending.intrinsic
+def _memory(typing_context, address, dtype):
+    """Return the memory at an address."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return numba.types.CPointer(dtype.dtype)(address, dtype), generate
+
+
 @_inlined
 def _bits(x):
     return np.float32(x).view(np.int32)
@@ -227,40 +237,54 @@ def step_kernel(kind: Kind) -> Callable[..., None]:
     """Return the kernel that steps the groups of 32 elements from a first one up to, not including, a last one, in
     place.
 
-    Its arguments after these two: elements and groups of a row, whose last group may be a
-    partial one, then flat C-contiguous arrays:
-    weight [n] (fp32, or int16 patterns), correction [n] (int8 or int16), gradient [n], momentum [n] and its scales
-    [groups] (int8 and int16 patterns of bf16; or fp32 and none), variance [n] and its scales (the same with uint8),
-    hash inputs of the noise (int32: of the first element of every group from ``starts_from`` on; where that is -1, of
-    the tensor's first element [1]), that group, the step's rotation (int32), the rule's numbers (fp32, see
-    ``compiled``). What a kind lacks is an empty array.
+    Its arguments after these two: elements and groups of a row, whose last group may be a partial one; the addresses of
+    contiguous weight (fp32, or patterns of 16 bits), correction (int8 or int16), gradient, momentum and its scales
+    (int8 and bf16; or fp32 and none), variance and its scales (uint8 and bf16, or the same), and of the noise's hash
+    inputs (int32, of the first element of every group from ``starts_from`` on); that group; or, where there is no such
+    address, the hash input of the tensor's first element; the step's rotation; the rule's numbers (fp32, see
+    ``compiled``). An address is 0 where there is nothing.
     """
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         raise RuntimeError("NUMBA_DISABLE_JIT is set")
     rule, weight_kind, bits, gradient_kind, compressed, stochastic, nesterov = kind
+
+    weight_dtype = np.float32 if weight_kind == FP32 else np.int16
+    gradient_dtype = np.float32 if gradient_kind == FP32 else np.int16
+    correction_dtype = np.int16 if bits == 16 else np.int8
+    momentum_dtype, variance_dtype = (np.int8, np.uint8) if compressed else (np.float32, np.float32)
 
     def step(
         first_group,
         last_group,
         row_length,
         groups_per_row,
-        weight,
-        correction,
-        gradient,
-        momentum,
-        momentum_scales,
-        variance,
-        variance_scales,
-        starts,
+        weight_address,
+        correction_address,
+        gradient_address,
+        momentum_address,
+        momentum_scales_address,
+        variance_address,
+        variance_scales_address,
+        starts_address,
         starts_from,
+        first_start,
         rotation,
         numbers,
     ):
+        weight = numba.carray(_memory(weight_address, weight_dtype), (0,), weight_dtype)
+        correction = numba.carray(_memory(correction_address, correction_dtype), (0,), correction_dtype)
+        gradient = numba.carray(_memory(gradient_address, gradient_dtype), (0,), gradient_dtype)
+        momentum = numba.carray(_memory(momentum_address, momentum_dtype), (0,), momentum_dtype)
+        variance = numba.carray(_memory(variance_address, variance_dtype), (0,), variance_dtype)
+        momentum_scales = numba.carray(_memory(momentum_scales_address, np.int16), (0,), np.int16)
+        variance_scales = numba.carray(_memory(variance_scales_address, np.int16), (0,), np.int16)
+        starts = numba.carray(_memory(starts_address, np.int32), (0,), np.int32)
+
         masters = numba.carray(_stack(np.float32), (GROUP_SIZE,), np.float32)
         firsts = numba.carray(_stack(np.float32), (GROUP_SIZE,), np.float32)
         seconds = numba.carray(_stack(np.float32), (GROUP_SIZE,), np.float32)
         noise = numba.carray(_stack(np.int32), (GROUP_SIZE,), np.int32)
-        # Read once: for all that the compiler knows, the weights lie in the same memory.
+        # Read once: for all that the compiler knows, the weights lie in the same place.
         factor, decay, l2 = numbers[0], numbers[1], numbers[2]
         lr = beta1 = rest1 = beta2 = rest2 = correction2 = eps = _ZERO
         if rule == ADAM:
@@ -343,7 +367,10 @@ def step_kernel(kind: Kind) -> Callable[..., None]:
                         smallest = min(smallest, pattern if finite and pattern > 0 else np.int32(_INFINITY))
 
             if stochastic:
-                start = np.int32(starts[0] + first * _STRIDE) if starts_from < 0 else starts[group - starts_from]
+                if starts_address:
+                    start = starts[np.uint64(group - starts_from)]
+                else:
+                    start = np.int32(first_start + first * _STRIDE)
                 for lane in range(count):
                     noise[lane] = _scramble(np.int32(start + np.int32(lane * _STRIDE)), rotation)
 
@@ -394,7 +421,9 @@ def step_kernel(kind: Kind) -> Callable[..., None]:
                     if bits:
                         correction[offset + np.uint64(lane)] = lower
 
+    whole, word = numba.types.int64, numba.types.int32
+    signature = numba.types.void(*[whole] * 13, word, word, numba.types.float32[::1])
     try:
-        return numba.njit(nogil=True, error_model="numpy", cache=True)(step)
+        return numba.njit(signature, nogil=True, error_model="numpy", cache=True)(step)
     except RuntimeError:  # there is no folder to keep it in
-        return numba.njit(nogil=True, error_model="numpy")(step)
+        return numba.njit(signature, nogil=True, error_model="numpy")(step)

@@ -57,10 +57,13 @@ def step_parameters(tasks: Sequence[tuple[ParameterStep, Rule]], chunk_elements:
     compiles = compiled.use_compiled(elements)
     in_eager_mode = min(_MOST_EAGER_ELEMENTS, _EAGER_ELEMENTS_PER_THREAD * torch.get_num_threads())
 
+    shares = compiled.Shares()
+
     def step(pieces: Iterable[Block], rule: Rule, kernel: compiled.Kernel | None) -> None:
         for block in pieces:
             if kernel is not None:
-                compiled.step_block(block, kernel)
+                shares.add_block(block, kernel)
+                shares.run()
             elif block.weight.device.type == "cpu":
                 eager.step_block(block, rule, scratch)
             else:
@@ -73,7 +76,7 @@ def step_parameters(tasks: Sequence[tuple[ParameterStep, Rule]], chunk_elements:
         on_cpu = task.weight.device.type == "cpu"
         kernel = compiled.kernel_for(task, rule) if compiles and on_cpu else None
         if kernel is not None and is_flat(task):
-            compiled.step_parameter(task, kernel)
+            shares.add(task, kernel)
             continue
         limit = chunk_elements or (in_eager_mode if on_cpu and kernel is None else CHUNK_ELEMENTS)
         if task.layout.numel <= min(_SMALL_ELEMENTS, limit):
@@ -90,6 +93,7 @@ def step_parameters(tasks: Sequence[tuple[ParameterStep, Rule]], chunk_elements:
             else:
                 together.extend((task, box) for box in boxes)
         step(staged_blocks(together, limit, scratch.staging), rule, kernel)
+    shares.run()
 
 
 def _kind(task: ParameterStep, rule: Rule) -> object:

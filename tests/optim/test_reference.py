@@ -535,10 +535,10 @@ def test_where_kernels_cannot_be_kept_or_compiled(tmp_path: Path, reason: str) -
 
 
 def test_what_cannot_be_compiled_runs_in_eager_mode_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(kind: Any) -> Any:
+    def broken(*kind: Any) -> Any:
         raise OSError("no memory for LLVM")
 
-    monkeypatch.setattr(compiled, "_kernel_of", broken)
+    monkeypatch.setattr(compiled, "_kernel", broken)
     kind = KINDS[0]
     expected = kind.task((40, 96), 8)
     actual = copy_of(expected)
