@@ -39,12 +39,16 @@ Choice = Literal["auto", "compiled", "eager"]
 WORTHWHILE_ELEMENTS = 1_000_000
 """In "auto", elements in one step() from which kernels are compiled; see docs/performance.md."""
 
+WORTHWHILE_IN_ALL = 100_000_000
+"""In "auto", elements over all steps of this process from which they are: by then the eager step took as long."""
+
 _FEWEST_GROUPS_PER_THREAD = 1024
 _SHARES_PER_THREAD = 16
 _MOST_STARTS = 1 << 17
 
 _choice: Choice = "auto"
 _failed = False
+_stepped = 0
 
 
 def cpu_backend(choice: Choice | None = None) -> Choice:
@@ -52,8 +56,8 @@ def cpu_backend(choice: Choice | None = None) -> Choice:
 
     Args:
         choice: "compiled": by kernels that Numba compiles, which takes seconds once per kind of parameter and machine.
-            "eager": by torch operations, three to seven times slower. "auto", the default: compiled from a million
-            elements per step on, where Numba is installed; eager else.
+            "eager": by torch operations, four to eight times slower. "auto", the default: compiled from a million
+            elements in one step on, or a hundred million in all steps, where Numba is installed; eager else.
 
     Raises:
         ValueError: another choice.
@@ -68,9 +72,12 @@ def cpu_backend(choice: Choice | None = None) -> Choice:
 
 def use_compiled(elements: int) -> bool:
     """Return whether a step of this many elements on this rank should be compiled."""
+    global _stepped
+    _stepped += elements
     if _failed or _choice == "eager":
         return False
-    return _choice == "compiled" or (elements >= WORTHWHILE_ELEMENTS and has_compiler())
+    worthwhile = elements >= WORTHWHILE_ELEMENTS or _stepped >= WORTHWHILE_IN_ALL
+    return _choice == "compiled" or (worthwhile and has_compiler())
 
 
 @functools.cache
@@ -237,7 +244,8 @@ class Shares:
             for kernel, first, last, arguments in shares:  # taking the next is atomic
                 kernel(first, last, *arguments)
 
-        others = [_pool(threads - 1, os.getpid()).submit(work) for _ in range(threads - 1)]
+        pool = _pool(torch.get_num_threads() - 1, os.getpid()) if threads > 1 else None
+        others = [pool.submit(work) for _ in range(threads - 1)] if pool else []
         try:
             work()
         finally:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numba
 import numba.extending
 import numpy as np
-from llvmlite import ir
 from numba.core import cgutils
 
 from flashoptim_dist.formats.moments import LARGEST_MOMENTUM_SCALE, LARGEST_TOP, SPAN, TOP_SHIFT
@@ -71,8 +70,7 @@ def _stack(typing_context, dtype):
     """Return memory for a group's numbers on the stack: the compiler sees that no argument lies there."""
 
     def generate(context, builder, signature, arguments):
-        group = ir.ArrayType(context.get_data_type(dtype.dtype), GROUP_SIZE)
-        return builder.bitcast(cgutils.alloca_once(builder, group), context.get_value_type(signature.return_type))
+        return cgutils.alloca_once(builder, context.get_data_type(dtype.dtype), size=GROUP_SIZE)
 
     return numba.types.CPointer(dtype.dtype)(dtype), generate
 

@@ -554,11 +554,15 @@ def test_what_cannot_be_compiled_runs_in_eager_mode_with_one_warning(monkeypatch
         reference.step_parameter(*kind.advance(actual))
 
 
-def test_auto_compiles_large_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_compiles_large_steps_and_many_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_backend("auto")
+    monkeypatch.setattr(compiled, "_stepped", 0)
     monkeypatch.setattr(compiled, "has_compiler", lambda: True)
     assert not compiled.use_compiled(compiled.WORTHWHILE_ELEMENTS - 1)
     assert compiled.use_compiled(compiled.WORTHWHILE_ELEMENTS)
+    monkeypatch.setattr(compiled, "_stepped", compiled.WORTHWHILE_IN_ALL - 2)
+    assert not compiled.use_compiled(1)
+    assert compiled.use_compiled(1)
     monkeypatch.setattr(compiled, "has_compiler", lambda: False)
     assert not compiled.use_compiled(compiled.WORTHWHILE_ELEMENTS)
     cpu_backend("eager")
