@@ -6,8 +6,8 @@ and quotients are the processor's exact ones. Numba widens sums of int32 to 64 b
 back, so that LLVM uses 32-bit lanes.
 
 What a kernel is compiled for (:class:`Kind`) is constant inside; all else is an argument. Compiled kernels are kept on
-disk, next to this file or, where that is not writable, in the user's cache folder. Numba looks at this file's date
-alone: whoever changes the constants of ``formats`` must touch it.
+disk, next to this file or, where that is not writable, in the user's cache folder, until this file or a constant of the
+format changes.
 """
 
 from __future__ import annotations
@@ -61,6 +61,20 @@ _LARGEST_BF16, _LARGEST_FP16 = 0x7F7F, 0x7BFF
 _FP16_INFINITY, _FP16_REBIAS = 0x7C00, 112 << 23
 _FP16_SMALLEST_NORMAL = np.float32(2.0**-14)
 _LARGEST_FP16_IN_FP32 = (_LARGEST_FP16 << 13) + 0x1FFF
+
+_CONSTANTS = (
+    GROUP_SIZE,
+    MOMENTUM_LEVELS,
+    FINEST_SHIFT,
+    COARSEST_SHIFT,
+    TOP_SHIFT,
+    LARGEST_TOP,
+    SPAN,
+    LARGEST_MOMENTUM_SCALE,
+    *HASH_SHIFTS,
+    _MULTIPLIER,
+    _STRIDE,
+)
 
 _inlined: Callable[[Any], Any] = numba.njit(nogil=True, error_model="numpy")
 
@@ -251,6 +265,8 @@ def step_kernel(kind: Kind) -> Callable[..., None]:
     correction_dtype = np.int16 if bits == 16 else np.int8
     momentum_dtype, variance_dtype = (np.int8, np.uint8) if compressed else (np.float32, np.float32)
 
+    constants = _CONSTANTS
+
     def step(
         first_group,
         last_group,
@@ -269,6 +285,7 @@ def step_kernel(kind: Kind) -> Callable[..., None]:
         rotation,
         numbers,
     ):
+        _ = constants  # a kernel on disk is known by its file's date and by what it encloses
         weight = numba.carray(_memory(weight_address, weight_dtype), (0,), weight_dtype)
         correction = numba.carray(_memory(correction_address, correction_dtype), (0,), correction_dtype)
         gradient = numba.carray(_memory(gradient_address, gradient_dtype), (0,), gradient_dtype)

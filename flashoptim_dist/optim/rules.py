@@ -1,23 +1,22 @@
-"""The update rules: fp32 functions of weight, gradient and moments. One definition each; the Triton kernels restate
-them.
+"""The update rules: fp32 functions of weight, gradient and moments. One definition each; the kernels, Triton's
+and the CPU's, restate them.
 
 A rule gets tensors of one shape and the scalars of one parameter. It overwrites the weight and the moments, never the
 gradient: new tensors of a block's size would cost a CPU as much again, in page faults. The scalars are floats, or
-0-dim fp64 tensors for those that are neither 0 nor 1, so that the compiled CPU step can take other values without
-compiling again: a rule compares them through :func:`differs` alone. It knows nothing of formats, sharding or devices.
+0-dim fp64 tensors for those that are neither 0 nor 1, which cost a CPU half the time of numbers: a rule compares them
+through :func:`differs` alone. It knows nothing of formats, sharding or devices.
 All are written without fused multiply-adds (lerp, addcmul, addcdiv), whose vector tails would make bits depend on the
 shard.
 
 Two records per rule: the *hyperparameters* of a group, as the user set them (the learning rate may be a tensor), and
-the *scalars* of one step of one parameter, computed from them in double precision. ``lasting`` names the scalars that
-stay over a training as a rule; they are compiled into the CPU step.
+the *scalars* of one step of one parameter, computed from them in double precision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,8 +85,6 @@ class AdamScalars:
     l2: float
     step_size: float
     correction2: float
-
-    lasting: ClassVar[tuple[str, ...]] = ("beta1", "beta2", "eps", "l2")
 
 
 def adam_scalars(
@@ -158,8 +155,6 @@ class LionScalars:
     beta2: float
     decay: float
 
-    lasting: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
-
 
 def lion_update(
     weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: LionScalars
@@ -208,8 +203,6 @@ class SgdScalars:
     nesterov: bool
     decay: float
     l2: float
-
-    lasting: ClassVar[tuple[str, ...]] = ("momentum", "l2")
 
 
 def sgd_update(

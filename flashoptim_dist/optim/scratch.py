@@ -49,7 +49,6 @@ class Views:
     lattices: Tensor
     scales_grouped: Tensor
     ramp: Tensor
-    group_ramp: Tensor
     lanes: Tensor
 
 
@@ -60,7 +59,7 @@ class Scratch:
         self.staging = Staging()
         self._capacity = 0
         self._buffers: list[Tensor] = []
-        self._ramp = self._group_ramp = self._groups = torch.empty(0)
+        self._ramp = self._groups = torch.empty(0)
         self._views: dict[tuple[int, int], Views] = {}
 
     def views(self, elements: int, moments: int) -> Views:
@@ -79,7 +78,6 @@ class Scratch:
             self._buffers = []
             self._views = {}
             self._ramp = torch.arange(padded, dtype=torch.int32, device="cpu") * as_int32(HASH_STRIDE)
-            self._group_ramp = self._ramp[::GROUP_SIZE].clone()
             self._groups = torch.empty(9, padded // GROUP_SIZE, dtype=torch.int32, device="cpu")
         while len(self._buffers) < 4 + moments:
             self._buffers.append(torch.empty(self._capacity, dtype=torch.int32, device="cpu"))
@@ -117,7 +115,6 @@ class Scratch:
             lattices=self._groups[4:].view(-1)[: 5 * groups].view(groups, 5),
             scales_grouped=group_bits.view(torch.float32).view(-1, 1),
             ramp=self._ramp[:elements],
-            group_ramp=self._group_ramp[:groups],
             lanes=self._ramp[:GROUP_SIZE],
         )
         self._views[(elements, moments)] = views
