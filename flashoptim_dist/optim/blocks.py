@@ -94,13 +94,15 @@ class Staging:
         return buffer[:elements]
 
 
-def blocks(task: ParameterStep, limit: int, staging: Staging) -> Iterator[Block]:
+def blocks(task: ParameterStep, limit: int, staging: Staging, *, copied: bool = False) -> Iterator[Block]:
     """Cut a parameter into blocks of at most ``limit`` elements (but at least one group).
+
+    ``copied``: none may be a view.
     Each block must be stepped before the next one is asked for; copies are written back then.
     """
     if task.layout.numel == 0:
         return
-    if is_flat(task) and has_whole_groups(task):
+    if not copied and is_flat(task) and has_whole_groups(task):
         yield from _flat_blocks(task, limit)
     else:
         yield from staged_blocks(((task, box) for box in _boxes(task, limit)), limit, staging)
@@ -119,10 +121,44 @@ def boxes_of_small(task: ParameterStep, limit: int) -> list[_Box] | None:
 
 def is_flat(task: ParameterStep) -> bool:
     """Return whether memory order is row after row."""
-    tensors = [task.weight, task.gradient, task.correction]
-    tensors += [tensor for moment in task.moments for tensor in (moment.values, moment.scale)]
-    contiguous = all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    contiguous = task.weight.is_contiguous() and task.gradient.is_contiguous()
     return contiguous and (task.compressed or task.layout.index_base is not None)
+
+
+def is_addressable(task: ParameterStep) -> bool:
+    """Return whether every tensor is what lies at its address, contiguous: plain, and not to be negated when read.
+
+    Raises:
+        RuntimeError: a tensor whose memory was freed or cut; torch itself would read there.
+    """
+    found = True
+    for tensor in _tensors(task):
+        if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+            found = False  # an AsyncCollectiveTensor, for one, is not there yet
+            continue
+        if tensor.layout is not torch.strided or tensor._is_zerotensor():
+            found = False
+            continue
+        contiguous = tensor.is_contiguous()
+        end = tensor.storage_offset() + (tensor.numel() if contiguous else 1)
+        if tensor.untyped_storage().nbytes() < end * tensor.itemsize:
+            raise RuntimeError(
+                f"a tensor of parameter {task.layout.name!r}, {tuple(tensor.shape)} of {tensor.dtype}, has lost its "
+                f"memory: its storage holds {tensor.untyped_storage().nbytes()} bytes. Was it freed by resize_?"
+            )
+        found = found and contiguous and not tensor.is_neg()
+    return found
+
+
+def _tensors(task: ParameterStep) -> Iterator[Tensor]:
+    yield task.weight
+    yield task.gradient
+    if task.correction is not None:
+        yield task.correction
+    for moment in task.moments:
+        yield moment.values
+        if moment.scale is not None:
+            yield moment.scale
 
 
 def has_whole_groups(task: ParameterStep) -> bool:

@@ -7,11 +7,13 @@ them on disk. A block's groups are shared out among as many threads as torch has
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import importlib.util
+import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -152,9 +154,15 @@ def _kernel(
     return native.step_kernel(kind)
 
 
-@functools.lru_cache(maxsize=256)
 def _numbers(scalars: Any, factor: float) -> np.ndarray[Any, Any]:
-    """Return a rule's numbers in the order that the kernels know: factor on the gradient, decay, L2, and its own."""
+    return _numbers_of(scalars, factor, math.copysign(1.0, factor))  # 0.0 and -0.0 are one key
+
+
+@functools.lru_cache(maxsize=256)
+def _numbers_of(scalars: Any, factor: float, sign: float) -> np.ndarray[Any, Any]:
+    """Return a rule's numbers in the order that the kernels know: factor on the gradient, decay, L2, whether there is
+    any L2, and the rule's own.
+    """
     own: tuple[float, ...]
     if isinstance(scalars, AdamScalars):
         beta1, beta2 = scalars.beta1, scalars.beta2
@@ -165,7 +173,9 @@ def _numbers(scalars: Any, factor: float) -> np.ndarray[Any, Any]:
     else:
         assert isinstance(scalars, SgdScalars)
         own = (scalars.lr, scalars.momentum, scalars.gain)
-    return np.array((factor, scalars.decay, getattr(scalars, "l2", 0.0), *own), np.float32)
+    l2 = getattr(scalars, "l2", 0.0)
+    with np.errstate(over="ignore", under="ignore"):
+        return np.array((factor, scalars.decay, l2, l2 != 0.0, *own)).astype(np.float32)
 
 
 # ------------------------------------------------------------------------------------------- shares
@@ -179,7 +189,11 @@ class Shares:
         self._kept: list[Tensor] = []
 
     def add(self, task: ParameterStep, kernel: Kernel) -> None:
-        """Add a parameter that lies in memory row after row (``blocks.is_flat``), and stays there."""
+        """Add a parameter that lies, and stays, in memory row after row (``blocks.is_flat``, ``is_addressable``)."""
+        states = [tensor for moment in task.moments for tensor in (moment.values, moment.scale)]
+        written = [tensor for tensor in (task.weight, task.correction, *states) if tensor is not None]
+        # What autograd has saved of them no longer holds, as after any operation in place.
+        torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
         layout = task.layout
         length = layout.length if task.compressed else layout.numel
         groups_per_row = -(-length // GROUP_SIZE)
@@ -211,16 +225,10 @@ class Shares:
         arguments = (GROUP_SIZE, 1, *self._addresses(block), address, 0, start, added, numbers)
         self._pieces.append((kernel, 0, block.weight.numel() // GROUP_SIZE, arguments))
 
-    def _addresses(self, step: ParameterStep | Block) -> list[int]:
-        gradient = step.gradient
-        if gradient.is_neg():
-            gradient = gradient.resolve_neg()
-            self._kept.append(gradient)
-        found = [
-            step.weight.data_ptr(),
-            0 if step.correction is None else step.correction.data_ptr(),
-            gradient.data_ptr(),
-        ]
+    @staticmethod
+    def _addresses(step: ParameterStep | Block) -> list[int]:
+        correction = 0 if step.correction is None else step.correction.data_ptr()
+        found = [step.weight.data_ptr(), correction, step.gradient.data_ptr()]
         for moment in step.moments:
             found += [moment.values.data_ptr(), 0 if moment.scale is None else moment.scale.data_ptr()]
         return found + [0] * (7 - len(found))
@@ -244,14 +252,36 @@ class Shares:
             for kernel, first, last, arguments in shares:  # taking the next is atomic
                 kernel(first, last, *arguments)
 
-        pool = _pool(torch.get_num_threads() - 1, os.getpid()) if threads > 1 else None
-        others = [pool.submit(work) for _ in range(threads - 1)] if pool else []
+        others: list[concurrent.futures.Future[None]] = []
         try:
+            # At the end of the interpreter, or of what the system allows, there are no threads: this one does it all.
+            with contextlib.suppress(RuntimeError):
+                for _ in range(threads - 1):
+                    others.append(_pool(torch.get_num_threads() - 1, os.getpid()).submit(work))
             work()
         finally:
-            for other in others:
-                other.result()
+            _end(others, shares)
+        for other in others:
+            other.result()
         self._kept.clear()
+
+
+def _end(others: list[concurrent.futures.Future[None]], shares: Iterator[Any]) -> None:
+    """Wait until no other thread writes any more; after an exception, such as the user's interrupt, without new shares.
+
+    No further interrupt ends the wait: what is written may be freed after it.
+    """
+    interrupted: BaseException | None = None
+    for _ in shares:
+        pass
+    while True:
+        try:
+            concurrent.futures.wait(others)
+            break
+        except KeyboardInterrupt as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
 
 
 @functools.lru_cache(maxsize=1)

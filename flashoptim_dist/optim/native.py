@@ -6,24 +6,28 @@ and quotients are the processor's exact ones. Numba widens sums of int32 to 64 b
 back, so that LLVM uses 32-bit lanes.
 
 What a kernel is compiled for (:class:`Kind`) is constant inside; all else is an argument. Compiled kernels are kept on
-disk, next to this file or, where that is not writable, in the user's cache folder, until this file or a constant of the
-format changes.
+disk, next to this file or, where that is not writable, in the user's cache folder.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba
 import numba.extending
 import numpy as np
-from numba.core import cgutils
+from numba.core import cgutils, registry
 
 from flashoptim_dist.formats.moments import LARGEST_MOMENTUM_SCALE, LARGEST_TOP, SPAN, TOP_SHIFT
 from flashoptim_dist.formats.rounding import HASH_MULTIPLIER, HASH_SHIFTS, HASH_STRIDE, as_int32
 from flashoptim_dist.formats.spec import COARSEST_SHIFT, FINEST_SHIFT, GROUP_SIZE, MOMENTUM_LEVELS
+
+logger = logging.getLogger(__name__)
 
 ADAM, LION, SGD, PLAIN_SGD = range(4)
 """Rules. Plain SGD has no momentum."""
@@ -265,8 +269,6 @@ def step_kernel(kind: Kind) -> Callable[..., None]:
     correction_dtype = np.int16 if bits == 16 else np.int8
     momentum_dtype, variance_dtype = (np.int8, np.uint8) if compressed else (np.float32, np.float32)
 
-    constants = _CONSTANTS
-
     def step(
         first_group,
         last_group,
@@ -285,7 +287,6 @@ def step_kernel(kind: Kind) -> Callable[..., None]:
         rotation,
         numbers,
     ):
-        _ = constants  # a kernel on disk is known by its file's date and by what it encloses
         weight = numba.carray(_memory(weight_address, weight_dtype), (0,), weight_dtype)
         correction = numba.carray(_memory(correction_address, correction_dtype), (0,), correction_dtype)
         gradient = numba.carray(_memory(gradient_address, gradient_dtype), (0,), gradient_dtype)
@@ -300,15 +301,15 @@ def step_kernel(kind: Kind) -> Callable[..., None]:
         seconds = numba.carray(_stack(np.float32), (GROUP_SIZE,), np.float32)
         noise = numba.carray(_stack(np.int32), (GROUP_SIZE,), np.int32)
         # Read once: for all that the compiler knows, the weights lie in the same place.
-        factor, decay, l2 = numbers[0], numbers[1], numbers[2]
+        factor, decay, l2, has_l2 = numbers[0], numbers[1], numbers[2], numbers[3] != _ZERO
         lr = beta1 = rest1 = beta2 = rest2 = correction2 = eps = _ZERO
         if rule == ADAM:
-            lr, beta1, rest1, beta2, rest2 = numbers[3], numbers[4], numbers[5], numbers[6], numbers[7]
-            correction2, eps = numbers[8], numbers[9]
+            lr, beta1, rest1, beta2, rest2 = numbers[4], numbers[5], numbers[6], numbers[7], numbers[8]
+            correction2, eps = numbers[9], numbers[10]
         elif rule == LION:
-            lr, beta1, rest1, beta2, rest2 = numbers[3], numbers[4], numbers[5], numbers[6], numbers[7]
+            lr, beta1, rest1, beta2, rest2 = numbers[4], numbers[5], numbers[6], numbers[7], numbers[8]
         else:
-            lr, beta1, rest1 = numbers[3], numbers[4], numbers[5]
+            lr, beta1, rest1 = numbers[4], numbers[5], numbers[6]
         row, column = first_group // groups_per_row, first_group % groups_per_row
         for group in range(first_group, last_group):
             first, count = row * row_length + column * GROUP_SIZE, min(row_length - column * GROUP_SIZE, GROUP_SIZE)
@@ -346,7 +347,7 @@ def step_kernel(kind: Kind) -> Callable[..., None]:
                     else:
                         v = np.float32(variance[i])
 
-                if rule != LION and l2 != _ZERO:
+                if rule != LION and has_l2:
                     g = g + w * l2
                 if rule == ADAM:
                     m = m * beta1 + g * rest1
@@ -438,7 +439,22 @@ def step_kernel(kind: Kind) -> Callable[..., None]:
 
     whole, word = numba.types.int64, numba.types.int32
     signature = numba.types.void(*[whole] * 13, word, word, numba.types.float32[::1])
+    step.__qualname__ = f"step_{_identity(kind)}"
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
     try:
-        return numba.njit(signature, nogil=True, error_model="numpy", cache=True)(step)
-    except RuntimeError:  # there is no folder to keep it in
-        return numba.njit(signature, nogil=True, error_model="numpy")(step)
+        return numba.njit(signature, cache=True, **options)(step)
+    except Exception:  # no folder to keep it in, a full disk, a damaged file
+        logger.info("the kernel of the CPU step cannot be kept on disk", exc_info=True)
+        return numba.njit(signature, **options)(step)
+
+
+def _identity(kind: Kind) -> str:
+    """Return a name for a kernel's files that nothing else has.
+
+    Numba writes a file that lists the compiled versions of a function and then the versions, and believes the list: if
+    two processes write at once, or one is killed, it may name the code of something else, here to be run on addresses.
+    So there is one version for each name: of a kind, this source, the format's constants, Numba and the processor.
+    """
+    machine = registry.cpu_target.target_context.codegen().magic_tuple()
+    source = Path(__file__).read_bytes()
+    return hashlib.sha256(repr((kind, _CONSTANTS, source, numba.__version__, machine)).encode()).hexdigest()[:24]

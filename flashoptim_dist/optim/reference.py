@@ -6,6 +6,7 @@ after row as it is; anywhere else by ``definition``. All give the same bits.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -18,6 +19,7 @@ from flashoptim_dist.optim.blocks import (
     _Box,
     blocks,
     boxes_of_small,
+    is_addressable,
     is_flat,
     staged_blocks,
 )
@@ -73,23 +75,27 @@ def step_parameters(tasks: Sequence[tuple[ParameterStep, Rule]], chunk_elements:
     for task, rule in tasks:
         if task.layout.numel == 0:
             continue
+        if task.gradient.is_neg():
+            # Copied as it is, torch loses the sign of fp16.
+            task = dataclasses.replace(task, gradient=task.gradient.resolve_neg())
         on_cpu = task.weight.device.type == "cpu"
         kernel = compiled.kernel_for(task, rule) if compiles and on_cpu else None
-        if kernel is not None and is_flat(task):
+        addressable = on_cpu and is_addressable(task)
+        if kernel is not None and addressable and is_flat(task):
             shares.add(task, kernel)
             continue
         limit = chunk_elements or (in_eager_mode if on_cpu and kernel is None else CHUNK_ELEMENTS)
         if task.layout.numel <= min(_SMALL_ELEMENTS, limit):
             alike.setdefault((_kind(task, rule), kernel, limit), []).append((task, rule))
         else:
-            step(blocks(task, limit, scratch.staging), rule, kernel)
+            step(blocks(task, limit, scratch.staging, copied=kernel is not None), rule, kernel)
     for (_, kernel, limit), group in alike.items():
         rule = group[0][1]
         together: list[tuple[ParameterStep, _Box]] = []
         for task, _ in group:
             boxes = boxes_of_small(task, limit) if len(group) > 1 else None
             if boxes is None:
-                step(blocks(task, limit, scratch.staging), rule, kernel)
+                step(blocks(task, limit, scratch.staging, copied=kernel is not None), rule, kernel)
             else:
                 together.extend((task, box) for box in boxes)
         step(staged_blocks(together, limit, scratch.staging), rule, kernel)
