@@ -52,6 +52,12 @@ class ParameterStep:
         """Whether any moment is stored as codes and scales."""
         return any(moment.scale is not None for moment in self.moments)
 
+    @property
+    def stored(self) -> list[Tensor]:
+        """What the step writes: weight, correction, moments and their scales."""
+        of_moments = (tensor for moment in self.moments for tensor in (moment.values, moment.scale))
+        return [tensor for tensor in (self.weight, self.correction, *of_moments) if tensor is not None]
+
 
 @dataclass
 class Block:
@@ -132,7 +138,7 @@ def is_addressable(task: ParameterStep) -> bool:
         RuntimeError: a tensor whose memory was freed or cut; torch itself would read there.
     """
     found = True
-    for tensor in _tensors(task):
+    for tensor in (task.gradient, *task.stored):
         if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
             found = False  # an AsyncCollectiveTensor, for one, is not there yet
             continue
@@ -148,17 +154,6 @@ def is_addressable(task: ParameterStep) -> bool:
             )
         found = found and contiguous and not tensor.is_neg()
     return found
-
-
-def _tensors(task: ParameterStep) -> Iterator[Tensor]:
-    yield task.weight
-    yield task.gradient
-    if task.correction is not None:
-        yield task.correction
-    for moment in task.moments:
-        yield moment.values
-        if moment.scale is not None:
-            yield moment.scale
 
 
 def has_whole_groups(task: ParameterStep) -> bool:

@@ -97,7 +97,7 @@ def kernel_for(task: ParameterStep, rule: Rule) -> Kernel | None:
         return None
     correction = None if task.correction is None else task.correction.dtype
     nesterov = rule is sgd_update and task.scalars.nesterov
-    rounds = task.noise_key is not None and (task.compressed or eager.drops_bits(task.weight, task.correction))
+    rounds = task.noise_key is not None and eager.drops_bits(task)
     try:
         return _kernel(
             rule,
@@ -190,10 +190,8 @@ class Shares:
 
     def add(self, task: ParameterStep, kernel: Kernel) -> None:
         """Add a parameter that lies, and stays, in memory row after row (``blocks.is_flat``, ``is_addressable``)."""
-        states = [tensor for moment in task.moments for tensor in (moment.values, moment.scale)]
-        written = [tensor for tensor in (task.weight, task.correction, *states) if tensor is not None]
         # What autograd has saved of them no longer holds, as after any operation in place.
-        torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
+        torch.autograd.graph.increment_version([tensor for tensor in task.stored if not tensor.is_inference()])
         layout = task.layout
         length = layout.length if task.compressed else layout.numel
         groups_per_row = -(-length // GROUP_SIZE)

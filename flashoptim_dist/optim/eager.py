@@ -40,7 +40,7 @@ from flashoptim_dist.formats.rounding import (
 from flashoptim_dist.formats.spec import FINEST_SHIFT, MOMENTUM_LEVELS
 from flashoptim_dist.formats.weights import SPLIT_DTYPES
 from flashoptim_dist.optim import definition
-from flashoptim_dist.optim.blocks import Block, MomentTensors
+from flashoptim_dist.optim.blocks import Block, MomentTensors, ParameterStep
 from flashoptim_dist.optim.rules import Rule
 from flashoptim_dist.optim.scratch import Scratch, Views
 
@@ -85,17 +85,15 @@ def step_block(block: Block, rule: Rule, scratch: Scratch) -> None:
 
 def needs_noise(block: Block) -> bool:
     """Return whether anything that this block stores is rounded stochastically."""
-    return block.noise_start is not None and (block.compressed or rounds_weights_stochastically(block))
+    return block.noise_start is not None and drops_bits(block)
 
 
-def rounds_weights_stochastically(block: Block) -> bool:
-    """Return whether the weight drops bits by noise: 16 bits of correction, or fp32, hold all there is."""
-    return block.noise_start is not None and drops_bits(block.weight, block.correction)
-
-
-def drops_bits(weight: Tensor, correction: Tensor | None) -> bool:
-    """Return whether a stored weight holds less than the fp32 one."""
-    return weight.dtype in SPLIT_DTYPES and (correction is None or correction.dtype == torch.int8)
+def drops_bits(step: Block | ParameterStep) -> bool:
+    """Return whether anything stored holds less than fp32: 16 bits of correction, or fp32, hold all there is."""
+    correction = step.correction
+    return step.compressed or (
+        step.weight.dtype in SPLIT_DTYPES and (correction is None or correction.dtype == torch.int8)
+    )
 
 
 @lru_cache(maxsize=64)

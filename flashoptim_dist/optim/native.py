@@ -11,7 +11,6 @@ disk, next to this file or, where that is not writable, in the user's cache fold
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 from collections.abc import Callable
@@ -248,7 +247,6 @@ def _shift_that_spans(top, smallest):
 # ------------------------------------------------------------------------------------------- the kernel
 
 
-@functools.cache
 def step_kernel(kind: Kind) -> Callable[..., None]:
     """Return the kernel that steps the groups of 32 elements from a first one up to, not including, a last one, in
     place.
@@ -302,14 +300,12 @@ def step_kernel(kind: Kind) -> Callable[..., None]:
         noise = numba.carray(_stack(np.int32), (GROUP_SIZE,), np.int32)
         # Read once: for all that the compiler knows, the weights lie in the same place.
         factor, decay, l2, has_l2 = numbers[0], numbers[1], numbers[2], numbers[3] != _ZERO
-        lr = beta1 = rest1 = beta2 = rest2 = correction2 = eps = _ZERO
+        lr, beta1, rest1 = numbers[4], numbers[5], numbers[6]
+        beta2 = rest2 = correction2 = eps = _ZERO
+        if rule in (ADAM, LION):
+            beta2, rest2 = numbers[7], numbers[8]
         if rule == ADAM:
-            lr, beta1, rest1, beta2, rest2 = numbers[4], numbers[5], numbers[6], numbers[7], numbers[8]
             correction2, eps = numbers[9], numbers[10]
-        elif rule == LION:
-            lr, beta1, rest1, beta2, rest2 = numbers[4], numbers[5], numbers[6], numbers[7], numbers[8]
-        else:
-            lr, beta1, rest1 = numbers[4], numbers[5], numbers[6]
         row, column = first_group // groups_per_row, first_group % groups_per_row
         for group in range(first_group, last_group):
             first, count = row * row_length + column * GROUP_SIZE, min(row_length - column * GROUP_SIZE, GROUP_SIZE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from flashoptim_dist.formats import (
     correction_dtype,
     noise_key,
 )
+from flashoptim_dist.optim import compiled
 from flashoptim_dist.optim.reference import MomentTensors, ParameterStep, Rule
 from flashoptim_dist.optim.rules import (
     LionScalars,
@@ -23,6 +25,8 @@ from flashoptim_dist.optim.rules import (
     sgd_update,
 )
 from flashoptim_dist.sharding import shard_layout
+
+needs_compiler = pytest.mark.skipif(not compiled.has_compiler(), reason="Numba is not installed")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -24,16 +23,7 @@ from torch.utils._pytree import tree_map
 import flashoptim_dist as fod
 from flashoptim_dist.optim import compiled, cpu_backend, reference
 from flashoptim_dist.optim.reference import ParameterStep
-from tests.optim.kinds import KINDS, SHAPES, Kind, assert_same, copy_of
-
-needs_compiler = pytest.mark.skipif(not compiled.has_compiler(), reason="Numba is not installed")
-
-
-@pytest.fixture(autouse=True)
-def _backend_stays() -> Iterator[None]:
-    before = cpu_backend()
-    yield
-    cpu_backend(before)
+from tests.optim.kinds import KINDS, SHAPES, Kind, assert_same, copy_of, needs_compiler
 
 
 @needs_compiler

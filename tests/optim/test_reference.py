@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,22 +24,13 @@ from flashoptim_dist.formats import (
 )
 from flashoptim_dist.formats.rounding import plain_weight_noise, rotation, weight_noise
 from flashoptim_dist.formats.weights import SPLIT_DTYPES
-from flashoptim_dist.optim import compiled, cpu_backend, reference, scratch
+from flashoptim_dist.optim import cpu_backend, reference, scratch
 from flashoptim_dist.optim.reference import ParameterStep, Rule
 from flashoptim_dist.optim.rules import (
     adam_update,
     contain_overflow,
 )
-from tests.optim.kinds import KINDS, SHAPES, Kind, assert_same, copy_of, stored
-
-needs_compiler = pytest.mark.skipif(not compiled.has_compiler(), reason="Numba is not installed")
-
-
-@pytest.fixture(autouse=True)
-def _backend_stays() -> Iterator[None]:
-    before = cpu_backend()
-    yield
-    cpu_backend(before)
+from tests.optim.kinds import KINDS, SHAPES, Kind, assert_same, copy_of, needs_compiler, stored
 
 
 def step_by_the_book(task: ParameterStep, rule: Rule) -> None:
